@@ -7,7 +7,7 @@ builds it from `.calm` metadata, `convert/` from Hugging Face or GGUF keys.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -120,12 +120,18 @@ class ModelConfig:
         for name in ("dim", "hidden_dim", "head_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be at least 1")
         _require(self.dtype in WEIGHT_DTYPES, f"dtype is {self.dtype!r}; accepted are {', '.join(WEIGHT_DTYPES)}")
-        _require(self.n_heads % self.n_kv_heads == 0, f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        _require(
+            self.n_heads % self.n_kv_heads == 0,
+            f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}",
+        )
         _require(
             0 <= self.rotary_dim <= self.head_dim and self.rotary_dim % 2 == 0,
             f"rotary_dim is {self.rotary_dim}; it must be even and at most head_dim {self.head_dim}",
         )
-        _require(math.isfinite(self.rope_theta) and self.rope_theta > 0, f"rope_theta is {self.rope_theta}; it must be positive")
+        _require(
+            math.isfinite(self.rope_theta) and self.rope_theta > 0,
+            f"rope_theta is {self.rope_theta}; it must be positive",
+        )
         _require(math.isfinite(self.norm_eps) and self.norm_eps >= 0, f"norm_eps is {self.norm_eps}; it must be >= 0")
         _require(not self.qkv_clip <= 0, f"qkv_clip is {self.qkv_clip}; it must be positive")
         _require(
@@ -204,9 +210,7 @@ class ModelConfig:
 
     def replace(self, **changes: Any) -> ModelConfig:
         """Return a copy with some fields changed, checked again."""
-        import dataclasses
-
-        return dataclasses.replace(self, **changes)
+        return replace(self, **changes)
 
 
 def _require(condition: bool, message: str) -> None:

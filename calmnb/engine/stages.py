@@ -125,7 +125,9 @@ def weight_bytes_per_token(config: ModelConfig) -> int:
     return per_layer * config.n_layers + stage_cost(config, "output", 0).bytes_min
 
 
-def step_cost(config: ModelConfig, kv_len: int, *, kv_dtype: str = "fp16", n_tokens: int = 1, has_bias: bool = False) -> StageCost:
+def step_cost(
+    config: ModelConfig, kv_len: int, *, kv_dtype: str = "fp16", n_tokens: int = 1, has_bias: bool = False
+) -> StageCost:
     """Bytes and FLOPs of a whole step: all layers, embedding and output."""
     total = [0, 0, 0]
     for stage, times in (
