@@ -1,0 +1,138 @@
+"""What the commands share: the application object, option types, and how a model is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from calmnb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from calmnb.model import Model
+
+__all__ = ["app", "console", "error_console", "load_model", "print_json", "resolve_model", "table"]
+
+app = typer.Typer(
+    name="calmnb",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run a language model at the limit of your memory, and see where each token's time and bytes go.",
+)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A .calm file, or `demo`, `demo:fp16`, `demo:fp8`, `demo:gf4` for the demo model in that dtype.",
+    ),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or reference.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores when left out.")]
+Context = Annotated[
+    int | None, typer.Option("-c", "--context", min=1, help="Context length in tokens; the model's, at most 4096.")
+]
+KvDtype = Annotated[str, typer.Option("--kv-dtype", help="KV cache storage: fp16 or fp8.")]
+OnFull = Annotated[str, typer.Option("--on-full", help="When the context is full: stop, or roll with attention sinks.")]
+Temperature = Annotated[float, typer.Option("-t", "--temperature", help="0 is greedy.")]
+MinP = Annotated[float, typer.Option("-p", "--min-p", help="Drop tokens less likely than this share of the likeliest.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the likeliest tokens that together reach this probability.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep the k likeliest tokens; 0 keeps all.")]
+Repetition = Annotated[float, typer.Option("--repetition-penalty", help="1 is none; 1.1 is mild.")]
+Seed = Annotated[int | None, typer.Option("-s", "--seed", help="Random seed; a new one each time when left out.")]
+MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", min=0, help="Tokens to generate at most.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def console() -> Console:
+    """Console for results, at most 100 columns when they are not shown on a terminal."""
+    from rich.console import Console
+
+    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 100)
+
+
+def error_console() -> Console:
+    """Console for progress and notes, on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as one JSON document; infinities and NaN become null."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if hasattr(value, "item") and not isinstance(value, str | bytes):
+        value = value.item()
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def table(title: str, *columns: str, first: str = "left") -> Table:
+    """Make a table whose first column is text and whose others are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    out = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(columns):
+        out.add_column(name, justify="left" if i == 0 and first == "left" else "right", no_wrap=i > 0)
+    return out
+
+
+def resolve_model(name: str) -> Path:
+    """Turn a MODEL argument into a path, fetching the demo model when it is asked for."""
+    if name == "demo" or name.startswith("demo:"):
+        from calmnb.download import demo_model
+
+        return demo_model(name.partition(":")[2] or "fp8")
+    path = Path(name).expanduser()
+    if path.suffix in {".gguf", ".safetensors"} or path.is_dir():
+        raise ConfigError(
+            f"{name} is a checkpoint, not a .calm file; convert it first: calmnb convert {name} model.calm --dtype fp8"
+        )
+    return path
+
+
+def load_model(
+    name: str,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    context: int | None = None,
+    kv_dtype: str = "fp16",
+    on_full: str = "stop",
+) -> Model:
+    """Open MODEL with the options of the command line, telling on stderr when kernels are compiled."""
+    from calmnb.model import load
+
+    return load(
+        resolve_model(name),
+        device=device,
+        threads=threads,
+        seq_len=context,
+        kv_dtype=kv_dtype,
+        on_full=on_full,
+        progress=_note,
+    )
+
+
+def _note(message: str, *_: object) -> None:
+    error_console().print(f"[dim]{message}[/]", highlight=False)
