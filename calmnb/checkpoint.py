@@ -1,0 +1,720 @@
+"""The `.calm` file: open one by mapping it into memory, write one by streaming tensors into it.
+
+A `.calm` file is a safetensors container whose metadata describes the model (SPEC: names and shapes in
+:func:`weight_layout`). Nothing is copied or expanded when a file is opened; whatever can be wrong with it is found here,
+once, so that engines may trust shapes, dtypes and ranges.
+
+Files that calmnb writes carry what calm's format has no place for in extra ``U8`` tensors named ``extra.<name>``, which
+calm ignores:
+
+=====================  ===============================================================================================
+``tokenizer.json``     bytes of a complete Hugging Face tokenizer (built from the metadata when the source is GGUF)
+``tokenizer.model``    bytes of a SentencePiece model, when there is no tokenizer.json
+``chat_template``      Jinja source of the chat template, UTF-8
+``calmnb.json``        JSON object: `stop_ids`, `rope_scaling`, `sliding_window`, `special_tokens` (role such as
+                       ``bos_token`` -> text), `add_bos_token`, `add_eos_token`, `chat_templates` (by name), `source`
+=====================  ===============================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calmnb.config import ModelConfig, RopeScaling
+from calmnb.engine.base import LayerWeights, Weights
+from calmnb.errors import CalmnbError, ConfigError, FormatError, TensorError, UnsupportedError
+from calmnb.quant import storage_dtype, storage_shape
+
+__all__ = ["CalmFile", "TensorSpec", "calm_metadata", "open_calm", "weight_layout", "write_calm"]
+
+#: NumPy dtype of every container dtype that calm knows; the ones without a NumPy name are read as raw bytes or words.
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E4M3": np.dtype("u1"),
+    "I32": np.dtype("<u4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+}
+_WEIGHT_CODES = {"fp16": "F16", "fp8": "F8_E5M2", "gf4": "I32"}
+_EXTRA_PREFIX = "extra."
+_HEADER_LIMIT = 100_000_000
+_ALIGNMENT = 256
+_MAX_TOKEN_BYTES = 512
+
+
+class Slot(NamedTuple):
+    """One tensor that a model of some configuration has: its name, logical shape, and whether it is stored quantised."""
+
+    name: str
+    shape: tuple[int, ...]
+    quantised: bool
+
+
+def weight_layout(config: ModelConfig, *, qkv_bias: bool | Sequence[bool] = False, tied: bool = False) -> Iterator[Slot]:
+    """Names and logical shapes of a model's weights, in file order.
+
+    Parameters
+    ----------
+    config
+        Sizes.
+    qkv_bias
+        Whether attention projections have a bias, for all layers or layer by layer.
+    tied
+        Whether the output matrix is the embedding, and therefore absent.
+    """
+    c = config
+    experts = (c.n_experts,) if c.is_moe else ()
+    yield Slot("model.embed.weight", (c.vocab_size, c.dim), True)
+    for layer in range(c.n_layers):
+        prefix = f"model.layers.{layer}."
+        yield Slot(prefix + "attn.norm.weight", (c.dim,), False)
+        yield Slot(prefix + "attn.wq.weight", (c.q_dim, c.dim), True)
+        yield Slot(prefix + "attn.wk.weight", (c.kv_dim, c.dim), True)
+        yield Slot(prefix + "attn.wv.weight", (c.kv_dim, c.dim), True)
+        yield Slot(prefix + "attn.wo.weight", (c.dim, c.q_dim), True)
+        if qkv_bias if isinstance(qkv_bias, bool) else qkv_bias[layer]:
+            yield Slot(prefix + "attn.wqkv.bias", (c.q_dim + 2 * c.kv_dim,), False)
+        if not c.is_parallel:
+            yield Slot(prefix + "mlp.norm.weight", (c.dim,), False)
+        if c.is_moe:
+            yield Slot(prefix + "moegate.weight", (c.n_experts, c.dim), True)
+        yield Slot(prefix + "mlp.w1.weight", (*experts, c.hidden_dim, c.dim), True)
+        yield Slot(prefix + "mlp.w2.weight", (*experts, c.dim, c.hidden_dim), True)
+        yield Slot(prefix + "mlp.w3.weight", (*experts, c.hidden_dim, c.dim), True)
+    yield Slot("model.norm.weight", (c.dim,), False)
+    if not tied:
+        yield Slot("model.output.weight", (c.vocab_size, c.dim), True)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def open_calm(path: str | os.PathLike[str]) -> CalmFile:
+    """Open and check a `.calm` file without reading its weights.
+
+    Parameters
+    ----------
+    path
+        The file.
+
+    Returns
+    -------
+    CalmFile
+        A context manager; its arrays are read-only views into the mapped file.
+
+    Raises
+    ------
+    FormatError, TensorError
+        If the file is truncated or damaged, or misses a metadata key or a tensor.
+    UnsupportedError
+        If it asks for something this version cannot run.
+    """
+    return CalmFile(Path(path))
+
+
+class CalmFile:
+    """An open `.calm` file. Create it with :func:`open_calm`.
+
+    Attributes
+    ----------
+    path : Path
+    config : ModelConfig
+    weights : Weights
+        What engines take.
+    metadata : dict of str
+        As stored.
+    tensors : dict of read-only arrays
+        Every tensor by name, shaped as stored: F16 as float16, F8_E5M2 and U8 as uint8, I32 as uint32, F32 as float32.
+    extras : dict of bytes
+        The extra U8 tensors by name without the ``extra.`` prefix (see the module's docstring).
+    settings : dict
+        ``calmnb.json`` of the extras, parsed; empty for files that calm wrote.
+    token_scores : float32 (vocab_size,), or (0,) when the file has no calm tokenizer
+    n_params : int
+        Logical number of weights.
+    nbytes : int
+        Bytes of the model's weights (no tokenizer, no extras).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map = _map_file(path)
+        try:
+            header, data_start = _read_header(self._map, path)
+            self.metadata, self._entries = _read_entries(header, len(self._map) - data_start, path)
+            self.tensors = {name: self._view(name, entry, data_start) for name, entry in self._entries.items()}
+            self.extras = {
+                name.removeprefix(_EXTRA_PREFIX): tensor.tobytes()
+                for name, tensor in self.tensors.items()
+                if name.startswith(_EXTRA_PREFIX) and self._entries[name].code == "U8"
+            }
+            self.settings = _read_settings(self.extras, path)
+            self.config = _read_config(self.metadata, self.settings, path)
+            self.weights = self._bind()
+            self.token_scores = self._check_tokens()
+        except BaseException:
+            self.close()
+            raise
+        model = [entry for name, entry in self._entries.items() if name.startswith("model.")]
+        self.nbytes = sum(entry.end - entry.begin for entry in model)
+        self.n_params = sum(math.prod(entry.shape) * (8 if entry.code == "I32" else 1) for entry in model)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits per weight, norms and biases included."""
+        return 8 * self.nbytes / self.n_params
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """Byte string of every token id; empty when the file has no calm tokenizer."""
+        stored = self.tensors.get("tokenizer.tokens")
+        return [] if stored is None else stored.tobytes().split(b"\0")[:-1]
+
+    def check_finite(self) -> None:
+        """Read every weight and name the first tensor that holds NaN or infinity.
+
+        Raises
+        ------
+        TensorError
+        """
+        for name, entry in self._entries.items():
+            if name.startswith("model."):
+                self._check_tensor_finite(name, entry.code)
+
+    def close(self) -> None:
+        """Unmap the file, or let it be unmapped when the last array that views it is gone. Idempotent."""
+        for name in ("tensors", "weights"):
+            self.__dict__.pop(name, None)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def __enter__(self) -> CalmFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"<CalmFile {self.path.name}: {c.arch} {self.n_params / 1e6:.0f}M {c.dtype}, {c.n_layers} layers>"
+
+    def _view(self, name: str, entry: _Entry, data_start: int) -> NDArray[Any]:
+        dtype = _DTYPES[entry.code]
+        view = np.frombuffer(self._map, np.uint8, count=entry.end - entry.begin, offset=data_start + entry.begin)
+        if (data_start + entry.begin) % dtype.itemsize:
+            # calm packs tensors back to back, so a foreign file may misalign one; compiled code must not see that.
+            view = view.copy()
+            view.flags.writeable = False
+        return view.view(dtype).reshape(entry.shape)
+
+    def _take(self, slot: Slot, optional: bool = False) -> NDArray[Any]:
+        """The tensor of `slot`, checked for dtype and shape."""
+        code = _WEIGHT_CODES[self.config.dtype] if slot.quantised else "F32"
+        shape = storage_shape(slot.shape, self.config.dtype) if slot.quantised else slot.shape
+        entry = self._entries.get(slot.name)
+        if entry is None:
+            raise TensorError(f"{self.path}: tensor {slot.name} is missing; a {self.config.arch} model needs it")
+        if entry.code != code or entry.shape != shape:
+            raise TensorError(
+                f"{self.path}: tensor {slot.name} is {entry.code} {list(entry.shape)}, "
+                f"but the metadata (dtype {self.config.dtype}) asks for {code} {list(shape)}"
+            )
+        if not slot.quantised:
+            self._check_tensor_finite(slot.name, code)
+        return self.tensors[slot.name]
+
+    def _check_tensor_finite(self, name: str, code: str) -> None:
+        if _count_non_finite(self.tensors[name], code):
+            raise TensorError(
+                f"{self.path}: tensor {name} holds NaN or infinite values, so the model cannot work. "
+                "Convert it again from an undamaged source; for fp8 and gf4 also check that its weights stay below 61440."
+            )
+
+    def _bind(self) -> Weights:
+        config = self.config
+        if not any(name.startswith(f"model.layers.{config.n_layers - 1}.") for name in self._entries):
+            raise TensorError(
+                f"{self.path}: the metadata says n_layers {config.n_layers}, but the last layer is not in the file"
+            )
+        bias = [f"model.layers.{layer}.attn.wqkv.bias" in self._entries for layer in range(config.n_layers)]
+        tied = "model.output.weight" not in self._entries
+        try:
+            found = {slot.name: self._take(slot) for slot in weight_layout(config, qkv_bias=bias, tied=tied)}
+        except ConfigError as error:
+            raise FormatError(f"{self.path}: {error}") from error
+        layers = []
+        for layer in range(config.n_layers):
+            prefix = f"model.layers.{layer}."
+            layers.append(
+                LayerWeights(
+                    attn_norm=found[prefix + "attn.norm.weight"],
+                    wq=found[prefix + "attn.wq.weight"],
+                    wk=found[prefix + "attn.wk.weight"],
+                    wv=found[prefix + "attn.wv.weight"],
+                    wo=found[prefix + "attn.wo.weight"],
+                    qkv_bias=found.get(prefix + "attn.wqkv.bias"),
+                    mlp_norm=found.get(prefix + "mlp.norm.weight"),
+                    moegate=found.get(prefix + "moegate.weight"),
+                    w1=found[prefix + "mlp.w1.weight"],
+                    w2=found[prefix + "mlp.w2.weight"],
+                    w3=found[prefix + "mlp.w3.weight"],
+                )
+            )
+        embed = found["model.embed.weight"]
+        return Weights(
+            config=config,
+            embed=embed,
+            layers=tuple(layers),
+            final_norm=found["model.norm.weight"],
+            output=embed if tied else found["model.output.weight"],
+        )
+
+    def _check_tokens(self) -> NDArray[np.float32]:
+        """Check calm's tokenizer tensors, where there are any, and return the scores."""
+        vocab = self.config.vocab_size
+        tokens = self.tensors.get("tokenizer.tokens")
+        if tokens is None:
+            return np.zeros(0, np.float32)
+        if self._entries["tokenizer.tokens"].code != "U8" or tokens.ndim != 1:
+            raise TensorError(f"{self.path}: tensor tokenizer.tokens must be U8 with one dimension")
+        ends = np.flatnonzero(tokens == 0)
+        if len(ends) != vocab or tokens[-1] != 0:
+            raise TensorError(
+                f"{self.path}: tensor tokenizer.tokens holds {len(ends)} zero-terminated strings; "
+                f"the vocabulary has {vocab}, each ended by one zero byte"
+            )
+        longest = int(np.diff(ends, prepend=-1).max()) - 1
+        if longest > _MAX_TOKEN_BYTES:
+            raise TensorError(
+                f"{self.path}: a token of tokenizer.tokens is {longest} bytes long; at most {_MAX_TOKEN_BYTES} are"
+            )
+        scores: NDArray[np.float32] = self._take(Slot("tokenizer.scores", (vocab,), False))
+        return scores
+
+
+def _count_non_finite(tensor: NDArray[Any], code: str) -> int:
+    """How many stored values (scales, for gf4) are NaN or infinite. Works in blocks: a matrix may be gigabytes."""
+    flat, step, bad = tensor.reshape(-1), 1 << 20, 0
+    for start in range(0, flat.size, step):
+        block = flat[start : start + step]
+        if code == "F16":
+            bad += int(np.count_nonzero((block.view(np.uint16) & 0x7C00) == 0x7C00))
+        elif code in ("F8_E5M2", "I32"):
+            bad += int(np.count_nonzero((block & block.dtype.type(0x7C)) == 0x7C))
+        elif code == "F32":
+            bad += int(np.count_nonzero(~np.isfinite(block)))
+    return bad
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise FormatError(f"{path} is {size} bytes long; a .calm file has at least an 8-byte header length")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be opened: {error.strerror or error}") from error
+
+
+def _read_header(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
+    """Parse the JSON header; return it and the offset of the data area."""
+    head = data[:64]
+    if head.startswith(b"version https://git-lfs"):
+        raise FormatError(
+            f"{path} is a Git LFS pointer, not the file itself; fetch it with `git lfs pull` or download it again"
+        )
+    if head.startswith(b"GGUF"):
+        raise FormatError(f"{path} is a GGUF file; convert it first: calmnb convert {path.name} model.calm")
+    length = int.from_bytes(head[:8], "little")
+    if not 2 <= length <= min(len(data) - 8, _HEADER_LIMIT):
+        raise FormatError(
+            f"{path}: the header is said to be {length} bytes long, in a file of {len(data)} bytes. "
+            "The file is truncated, or is not a .calm file; download or convert it again."
+        )
+    try:
+        text = data[8 : 8 + length].decode("utf-8").rstrip(" \t\r\n\0")
+        header = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(
+            f"{path}: the header is not valid JSON ({error}); the file is damaged or is not a .calm file"
+        ) from error
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: the header is a JSON {type(header).__name__}; it must be an object")
+    return header, 8 + length
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice!r} occurs twice")
+    return found
+
+
+def _read_entries(header: dict[str, Any], data_size: int, path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FormatError(f"{path}: __metadata__ must be an object whose values are strings")
+    entries = {name: _read_entry(name, value, data_size, path) for name, value in header.items()}
+    by_place = sorted(entries.items(), key=lambda item: item[1].begin)
+    for (name, entry), (other, following) in itertools.pairwise(by_place):
+        if following.begin < entry.end:
+            raise TensorError(
+                f"{path}: tensors {name!r} (bytes {entry.begin} to {entry.end}) and {other!r} (bytes {following.begin} to "
+                f"{following.end}) overlap; the header is damaged"
+            )
+    return metadata, entries
+
+
+def _read_entry(name: str, value: Any, data_size: int, path: Path) -> _Entry:
+    def fail(problem: str) -> TensorError:
+        return TensorError(f"{path}: tensor {name!r} {problem}")
+
+    if not isinstance(value, dict) or set(value) - {"dtype", "shape", "data_offsets"}:
+        raise fail(f"is described by {str(value)[:80]!r}; accepted is an object of dtype, shape and data_offsets")
+    code, offsets, shape = value.get("dtype"), value.get("data_offsets"), value.get("shape", [1])
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise fail(f"has dtype {str(code)[:40]!r}; accepted are {', '.join(_DTYPES)}")
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 4 or not all(type(n) is int and 0 < n < 2**63 for n in shape):
+        raise fail(f"has shape {str(shape)[:80]}; accepted are 1 to 4 positive dimensions")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
+        raise fail(f"has data_offsets {str(offsets)[:80]}; accepted are two integers")
+    begin, end = offsets
+    if not 0 <= begin < end <= data_size:
+        raise fail(f"lies at bytes {begin} to {end}, outside the {data_size} bytes of data; the file is truncated or damaged")
+    expected = math.prod(shape) * _DTYPES[code].itemsize
+    if end - begin != expected:
+        raise fail(f"takes {end - begin} bytes, but {code} {shape} takes {expected}; the header is damaged")
+    return _Entry(code, tuple(shape), begin, end)
+
+
+def _read_settings(extras: Mapping[str, bytes], path: Path) -> dict[str, Any]:
+    if "calmnb.json" not in extras:
+        return {}
+    try:
+        settings = json.loads(extras["calmnb.json"].decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: extra.calmnb.json is not valid JSON ({error}); convert the model again") from error
+    if not isinstance(settings, dict):
+        raise FormatError(f"{path}: extra.calmnb.json is a JSON {type(settings).__name__}; it must be an object")
+    return settings
+
+
+def _read_config(metadata: Mapping[str, str], settings: Mapping[str, Any], path: Path) -> ModelConfig:
+    def text(key: str, default: str | None = None) -> str:
+        value = metadata.get(key, default)
+        if value is None:
+            raise FormatError(f"{path}: metadata key {key} is missing; a .calm file needs it")
+        return value
+
+    def number(key: str, default: str | None = None) -> int:
+        value = text(key, default)
+        try:
+            return int(value)
+        except ValueError:
+            raise FormatError(f"{path}: metadata key {key} is {value[:40]!r}; it must be a whole number") from None
+
+    def real(key: str, default: str | None = None) -> float:
+        value = text(key, default)
+        try:
+            return float(value)
+        except ValueError:
+            raise FormatError(f"{path}: metadata key {key} is {value[:40]!r}; it must be a number") from None
+
+    def choice(key: str, default: str, accepted: tuple[str, ...]) -> Any:
+        value = text(key, default)
+        if value not in accepted:
+            raise UnsupportedError(f"{path}: metadata key {key} is {value[:40]!r}; accepted are {', '.join(accepted)}")
+        return value
+
+    def ids(key: str) -> tuple[int, ...]:
+        """An id, or, in files calm made from newer checkpoints, Python's spelling of None or of a list of ids."""
+        value = text(key)
+        if value == "None":
+            return ()
+        try:
+            found = json.loads(value)
+            listed = found if isinstance(found, list) else [found]
+            if not all(type(n) is int for n in listed):
+                raise ValueError(value)
+        except (ValueError, RecursionError):
+            raise FormatError(f"{path}: metadata key {key} is {value[:40]!r}; it must be a token id, or -1 for none") from None
+        return tuple(n for n in listed if n >= 0)
+
+    eos, bos = ids("eos_token_id"), ids("bos_token_id")
+    stop_ids = _integers(settings.get("stop_ids", eos), "stop_ids", path)
+    n_experts = number("n_experts", "0")
+    try:
+        return ModelConfig(
+            arch=text("arch", "unknown"),
+            dtype=choice("dtype", "", ("fp16", "fp8", "gf4")),
+            dim=number("dim"),
+            hidden_dim=number("hidden_dim"),
+            head_dim=number("head_dim"),
+            n_layers=number("n_layers"),
+            n_heads=number("n_heads"),
+            n_kv_heads=number("n_kv_heads"),
+            vocab_size=number("vocab_size"),
+            max_seq_len=number("max_seq_len", "4096"),
+            bos_token_id=bos[0] if bos else -1,
+            eos_token_id=eos[0] if eos else -1,
+            rope_theta=real("rope_theta"),
+            rotary_dim=number("rotary_dim"),
+            norm_eps=real("norm_eps", "1e-5"),
+            norm_type=choice("norm_type", "rmsnorm", ("rmsnorm", "layernorm", "layernorm_par")),
+            act_type=choice("act_type", "silu", ("silu", "gelu")),
+            qkv_clip=real("qkv_clip", "inf"),
+            n_experts=n_experts,
+            n_experts_active=number("n_experts_active") if n_experts else 0,
+            rope_scaling=_read_scaling(settings.get("rope_scaling"), path),
+            sliding_window=_integers([settings.get("sliding_window") or 0], "sliding_window", path)[0],
+            stop_ids=stop_ids,
+        )
+    except ConfigError as error:
+        raise FormatError(f"{path}: {error}") from error
+
+
+def _integers(value: Any, key: str, path: Path) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise FormatError(f"{path}: {key} of extra.calmnb.json is {str(value)[:80]!r}; accepted are non-negative integers")
+    return tuple(value)
+
+
+def _read_scaling(value: Any, path: Path) -> RopeScaling | None:
+    if value is None:
+        return None
+    known = {field.name for field in dataclasses.fields(RopeScaling)}
+    if not isinstance(value, dict) or set(value) - known or value.get("kind") not in ("linear", "llama3", "yarn"):
+        raise UnsupportedError(
+            f"{path}: rope scaling {str(value)[:120]!r} is not known to this version; accepted kinds are linear, llama3 and yarn"
+        )
+    numbers = [number for key, number in value.items() if key != "kind" and number is not None]
+    if "factor" not in value or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
+        raise FormatError(f"{path}: rope scaling {str(value)[:120]!r} needs a factor, and numbers for all its values")
+    return RopeScaling(**value)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be written: described now, computed when its turn comes.
+
+    Attributes
+    ----------
+    name : str
+    code : str
+        Container dtype ("F16", "F8_E5M2", "I32", "F32", "U8").
+    shape : tuple of int
+        As stored.
+    blocks : callable
+        Returns the tensor's contents as consecutive arrays; called once, when the tensor is written.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterable[NDArray[Any]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the tensor takes in the file."""
+        return math.prod(self.shape) * _DTYPES[self.code].itemsize
+
+
+def calm_metadata(config: ModelConfig) -> dict[str, str]:
+    """The metadata of `config` in file order; every value a string, as calm expects."""
+    values: dict[str, object] = {
+        "arch": config.arch,
+        "dtype": config.dtype,
+        "dim": config.dim,
+        "hidden_dim": config.hidden_dim,
+        "head_dim": config.head_dim,
+        "n_layers": config.n_layers,
+        "n_heads": config.n_heads,
+        "n_kv_heads": config.n_kv_heads,
+        "vocab_size": config.vocab_size,
+        "max_seq_len": config.max_seq_len,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "rope_theta": config.rope_theta,
+        "rotary_dim": config.rotary_dim,
+    }
+    if config.is_moe:
+        values |= {"n_experts": config.n_experts, "n_experts_active": config.n_experts_active}
+    values |= {"norm_eps": config.norm_eps, "norm_type": config.norm_type, "act_type": config.act_type}
+    if math.isfinite(config.qkv_clip):
+        values["qkv_clip"] = config.qkv_clip
+    return {key: str(value) for key, value in values.items()}
+
+
+def weight_code(config: ModelConfig) -> str:
+    """Container dtype of the matrices of `config`: F16, F8_E5M2 or I32."""
+    return _WEIGHT_CODES[config.dtype]
+
+
+def write_calm(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    tensors: Mapping[str, NDArray[Any]] | Iterable[TensorSpec],
+    *,
+    tokens: Sequence[bytes] | None = None,
+    scores: Sequence[float] | NDArray[Any] | None = None,
+    extras: Mapping[str, bytes] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Path:
+    """Write a `.calm` file tensor by tensor: under a temporary name beside `path`, renamed when it is complete.
+
+    Parameters
+    ----------
+    path
+        Where the file goes; an existing one is replaced at the end.
+    config
+        Sizes, and the storage dtype.
+    tensors
+        The weights in file order: arrays as stored, by name, or specifications whose blocks are asked for one at a time.
+    tokens, scores
+        calm's tokenizer: one byte string and one score per id. Shorter lists are filled up with empty strings and zeros.
+    extras
+        Extra byte strings (see the module's docstring); empty ones are left out.
+    metadata
+        Stored instead of :func:`calm_metadata` of `config`.
+    progress
+        Called with bytes written, bytes in all and the name of the tensor just written.
+
+    Returns
+    -------
+    Path
+        `path`.
+
+    Raises
+    ------
+    CalmnbError
+        If the file cannot be written, for want of disk space for instance. Nothing is left behind.
+    """
+    target = Path(path)
+    specs = _specs_of_arrays(tensors, config) if isinstance(tensors, Mapping) else list(tensors)
+    if tokens is not None:
+        specs += _token_specs(tokens, scores, config.vocab_size)
+    for name, data in (extras or {}).items():
+        if data:
+            specs.append(_spec_of_array(_EXTRA_PREFIX + name, np.frombuffer(data, np.uint8), "U8"))
+    header = _build_header(specs, calm_metadata(config) if metadata is None else metadata)
+    total = sum(spec.nbytes for spec in specs)
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    except OSError as error:
+        raise CalmnbError(f"cannot write {target}: {error.strerror or error}. Is the folder there, and writable?") from error
+    try:
+        with open(descriptor, "wb", buffering=1 << 20) as file:  # noqa: PTH123 (a descriptor, not a path)
+            file.write(header)
+            done = 0
+            for spec in specs:
+                _write_tensor(file.write, spec)
+                done += spec.nbytes
+                if progress is not None:
+                    progress(done, total, spec.name)
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(target)
+    except OSError as error:
+        raise CalmnbError(
+            f"cannot write {target}: {error.strerror or error}. It needs {(len(header) + total) / 1e6:.0f} MB; "
+            "nothing was left behind. Free some space or choose another folder."
+        ) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            Path(temporary).unlink()
+    return target
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _write_tensor(write: Callable[[memoryview], int], spec: TensorSpec) -> None:
+    written = 0
+    for block in spec.blocks():
+        data = np.ascontiguousarray(block, dtype=_DTYPES[spec.code])
+        written += data.nbytes
+        write(data.reshape(-1).view(np.uint8).data)
+    if written != spec.nbytes:
+        raise CalmnbError(f"tensor {spec.name} was announced as {spec.nbytes} bytes, but {written} came; please report this")
+
+
+def _build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Header length and JSON, padded with spaces so that the data area starts at a multiple of 256."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    place = 0
+    for spec in specs:
+        header[spec.name] = {"dtype": spec.code, "shape": list(spec.shape), "data_offsets": [place, place + spec.nbytes]}
+        place += spec.nbytes
+    text = json.dumps(header).encode("utf-8")
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _spec_of_array(name: str, array: NDArray[Any], code: str) -> TensorSpec:
+    return TensorSpec(name, code, array.shape, lambda: (array,))
+
+
+def _specs_of_arrays(tensors: Mapping[str, NDArray[Any]], config: ModelConfig) -> list[TensorSpec]:
+    """Specifications of ready arrays, put into file order and checked against `config`."""
+    bias = [f"model.layers.{layer}.attn.wqkv.bias" in tensors for layer in range(config.n_layers)]
+    specs = []
+    for slot in weight_layout(config, qkv_bias=bias, tied="model.output.weight" not in tensors):
+        if slot.name not in tensors:
+            raise TensorError(f"tensor {slot.name} is missing; a {config.arch} model needs it")
+        array = tensors[slot.name]
+        dtype = storage_dtype(config.dtype) if slot.quantised else np.dtype(np.float32)
+        shape = storage_shape(slot.shape, config.dtype) if slot.quantised else slot.shape
+        if array.dtype != dtype or array.shape != shape:
+            raise TensorError(f"tensor {slot.name} is {array.dtype} {list(array.shape)}; {dtype} {list(shape)} is needed")
+        specs.append(_spec_of_array(slot.name, array, weight_code(config) if slot.quantised else "F32"))
+    unused = set(tensors) - {spec.name for spec in specs}
+    if unused:
+        raise TensorError(f"tensors {', '.join(sorted(unused))} have no place in a {config.arch} model")
+    return specs
+
+
+def _token_specs(tokens: Sequence[bytes], scores: Sequence[float] | NDArray[Any] | None, vocab_size: int) -> list[TensorSpec]:
+    if len(tokens) > vocab_size:
+        raise FormatError(f"the tokenizer has {len(tokens)} tokens, but the model only {vocab_size} rows")
+    padded = [*tokens, *([b""] * (vocab_size - len(tokens)))]
+    joined = np.frombuffer(b"".join(token.replace(b"\0", b"\x07") + b"\0" for token in padded), np.uint8)
+    values = np.zeros(vocab_size, np.float32)
+    if scores is not None:
+        values[: len(scores)] = scores
+    return [_spec_of_array("tokenizer.tokens", joined, "U8"), _spec_of_array("tokenizer.scores", values, "F32")]
