@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
 from calmnb.errors import ConfigError
 
@@ -19,8 +20,31 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "console", "error_console", "load_model", "print_json", "resolve_model", "table"]
 
+#: Commands in the order that ``calmnb --help`` lists them: the order in which people meet them.
+COMMANDS = (
+    "demo",
+    "lab",
+    "chat",
+    "generate",
+    "profile",
+    "bench",
+    "bandwidth",
+    "perplexity",
+    "download",
+    "convert",
+    "info",
+    "doctor",
+)
+
+
+class _InOrder(typer.core.TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=COMMANDS.index)
+
+
 app = typer.Typer(
     name="calmnb",
+    cls=_InOrder,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",

@@ -1,0 +1,129 @@
+"""The ``calmnb`` command, as a shell or a script meets it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from calmnb.cli import app
+from calmnb.cli.common import COMMANDS
+
+SpecModel = Callable[[str], Path]
+
+
+def run(*arguments: object, stdin: str | None = None, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    """Run ``calmnb`` in a process of its own."""
+    command = [sys.executable, "-m", "calmnb", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=timeout)
+
+
+def test_every_promised_command_exists() -> None:
+    assert set(get_command(app).commands) == set(COMMANDS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Example:" in result.output
+    assert f"calmnb {command}" in result.output
+
+
+def test_missing_file_is_one_line_and_status_1(tmp_path: Path) -> None:
+    done = run("info", tmp_path / "absent.calm")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "absent.calm" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_lfs_pointer_is_named_as_such(tmp_path: Path) -> None:
+    pointer = tmp_path / "model.calm"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 123\n")
+    done = run("info", pointer)
+    assert done.returncode == 1
+    assert "LFS" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_info_json_is_json_alone(spec_model: SpecModel) -> None:
+    done = run("info", spec_model("B"), "--json")
+    facts = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert "fp8" in json.dumps(facts)
+
+
+def test_generate_prints_calms_greedy_text(spec_model: SpecModel) -> None:
+    """SPEC 9: model A, prompt "dbe", greedy: calm prints dbeggg for six positions."""
+    done = run("generate", spec_model("A"), "-i", "dbe", "-t", 0, "-n", 3, "--device", "reference")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "dbeggg\n"
+
+
+def test_generate_reads_standard_input_and_prints_json(spec_model: SpecModel) -> None:
+    done = run("generate", spec_model("A"), "-i", "-", "-t", 0, "-n", 3, "--device", "reference", "--json", stdin="dbe")
+    assert json.loads(done.stdout)["text"] == "ggg"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "named"),
+    [("-t", "nan", "temperature"), ("-t", "inf", "temperature"), ("--top-p", "0", "top_p"), ("--device", "tpu", "tpu")],
+)
+def test_bad_option_is_explained(spec_model: SpecModel, option: str, value: str, named: str) -> None:
+    done = run("generate", spec_model("A"), "-i", "dbe", option, value)
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prompt_longer_than_the_context_is_refused(spec_model: SpecModel) -> None:
+    done = run("generate", spec_model("A"), "-i", "d" * 40, "-c", 8, "--device", "reference")
+    assert done.returncode == 1
+    assert "40" in done.stderr
+    assert "8" in done.stderr
+
+
+def test_empty_prompt_is_refused_without_a_bos(spec_model: SpecModel) -> None:
+    done = run("generate", spec_model("A"), "-i", "", "--device", "reference")
+    assert done.returncode == 1
+    assert "prompt" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_converting_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+    done = run("convert", tmp_path, tmp_path / "out.calm")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out.calm").exists()
+
+
+def test_repository_name_is_checked_before_any_network() -> None:
+    done = run("download", "not-a-repo")
+    assert done.returncode == 1
+    assert "owner/name" in done.stderr
+
+
+def test_interrupt_is_clean(spec_model: SpecModel) -> None:
+    """Ctrl-C while a command works ends it with status 130 and no traceback."""
+    command = [sys.executable, "-m", "calmnb", "bandwidth"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in {130, -signal.SIGINT}
+    assert "Traceback" not in errors
+
+
+def test_doctor_reports_json() -> None:
+    done = run("doctor", "--json")
+    names = {finding["name"] for finding in json.loads(done.stdout)}
+    assert {"Python", "GPU", "cache", "jupyterlab"} <= names
