@@ -1,0 +1,71 @@
+"""Recording where each token's time and bytes go: recorder, session, tables, peaks, speed of light.
+
+The package is callable: ``calmnb.profile(model, prompt)`` is `calmnb.profile.capture.profile`, and
+``calmnb.profile.Session`` is here too. Names load when first used, so that importing calmnb imports no pandas.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from calmnb.profile.bandwidth import Bandwidth, measure_bandwidth
+    from calmnb.profile.capture import measure_recording_overhead, profile
+    from calmnb.profile.device import DEVICES, find_device
+    from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
+    from calmnb.profile.recorder import SessionRecorder, StepRecord
+    from calmnb.profile.session import Peak, Session
+    from calmnb.profile.speed_of_light import SpeedOfLight
+
+_HOME = {
+    "Bandwidth": "bandwidth",
+    "measure_bandwidth": "bandwidth",
+    "measure_recording_overhead": "capture",
+    "profile": "capture",
+    "DEVICES": "device",
+    "find_device": "device",
+    "STAGE_COLORS": "palette",
+    "STAGE_LABELS": "palette",
+    "SessionRecorder": "recorder",
+    "StepRecord": "recorder",
+    "Peak": "session",
+    "Session": "session",
+    "SpeedOfLight": "speed_of_light",
+}
+
+__all__ = [
+    "DEVICES",
+    "STAGE_COLORS",
+    "STAGE_LABELS",
+    "Bandwidth",
+    "Peak",
+    "Session",
+    "SessionRecorder",
+    "SpeedOfLight",
+    "StepRecord",
+    "find_device",
+    "measure_bandwidth",
+    "measure_recording_overhead",
+    "profile",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _CallablePackage(ModuleType):
+    """Lets the package stand for its main function: ``calmnb.profile(model, prompt)``."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from calmnb.profile.capture import profile
+
+        return profile(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage
