@@ -84,10 +84,10 @@ def print_stages(session: Session, out: Console) -> None:
         rows.add_row(
             str(record["stage"]),
             f"{record['time_us'] / 1e3:.3f}",
-            f"{record['share_pct']:.1f}%",
+            f"{record['share_percent']:.1f}%",
             _optional(record["bytes_min"] / 1e6, ".1f"),
             _optional(record["gb_per_s"], ".1f"),
-            _optional(record["peak_pct"], ".0f", "%"),
+            _optional(record["percent_of_peak"], ".0f", "%"),
         )
     out.print(rows)
     out.print(session.summary(), highlight=False, soft_wrap=True)
