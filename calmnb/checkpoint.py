@@ -20,14 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import mmap
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -37,28 +34,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calmnb.config import ModelConfig, RopeScaling
+from calmnb.container import CALM_DTYPES, Entry, Progress, TensorSpec, read_header, write_container
 from calmnb.engine.base import LayerWeights, Weights
-from calmnb.errors import CalmnbError, ConfigError, FormatError, TensorError, UnsupportedError
+from calmnb.errors import ConfigError, FormatError, TensorError, UnsupportedError
 from calmnb.quant import storage_dtype, storage_shape
 
-__all__ = ["CalmFile", "TensorSpec", "calm_metadata", "open_calm", "weight_layout", "write_calm"]
+__all__ = ["CalmFile", "Slot", "calm_metadata", "count_non_finite", "open_calm", "weight_code", "weight_layout", "write_calm"]
 
-#: NumPy dtype of every container dtype that calm knows; the ones without a NumPy name are read as raw bytes or words.
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "F8_E5M2": np.dtype("u1"),
-    "F8_E4M3": np.dtype("u1"),
-    "I32": np.dtype("<u4"),
-    "I16": np.dtype("<i2"),
-    "I8": np.dtype("i1"),
-    "U8": np.dtype("u1"),
-}
 _WEIGHT_CODES = {"fp16": "F16", "fp8": "F8_E5M2", "gf4": "I32"}
 _EXTRA_PREFIX = "extra."
-_HEADER_LIMIT = 100_000_000
-_ALIGNMENT = 256
 _MAX_TOKEN_BYTES = 512
 
 
@@ -107,13 +91,6 @@ def weight_layout(config: ModelConfig, *, qkv_bias: bool | Sequence[bool] = Fals
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
-
-
-class _Entry(NamedTuple):
-    code: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def open_calm(path: str | os.PathLike[str]) -> CalmFile:
@@ -165,11 +142,9 @@ class CalmFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map, self.metadata, self._entries = _map_file(path)
         try:
-            header, data_start = _read_header(self._map, path)
-            self.metadata, self._entries = _read_entries(header, len(self._map) - data_start, path)
-            self.tensors = {name: self._view(name, entry, data_start) for name, entry in self._entries.items()}
+            self.tensors = {name: self._view(entry) for name, entry in self._entries.items()}
             self.extras = {
                 name.removeprefix(_EXTRA_PREFIX): tensor.tobytes()
                 for name, tensor in self.tensors.items()
@@ -225,10 +200,10 @@ class CalmFile:
         c = self.config
         return f"<CalmFile {self.path.name}: {c.arch} {self.n_params / 1e6:.0f}M {c.dtype}, {c.n_layers} layers>"
 
-    def _view(self, name: str, entry: _Entry, data_start: int) -> NDArray[Any]:
-        dtype = _DTYPES[entry.code]
-        view = np.frombuffer(self._map, np.uint8, count=entry.end - entry.begin, offset=data_start + entry.begin)
-        if (data_start + entry.begin) % dtype.itemsize:
+    def _view(self, entry: Entry) -> NDArray[Any]:
+        dtype = CALM_DTYPES[entry.code]
+        view = np.frombuffer(self._map, np.uint8, count=entry.end - entry.begin, offset=entry.begin)
+        if entry.begin % dtype.itemsize:
             # calm packs tensors back to back, so a foreign file may misalign one; compiled code must not see that.
             view = view.copy()
             view.flags.writeable = False
@@ -251,7 +226,7 @@ class CalmFile:
         return self.tensors[slot.name]
 
     def _check_tensor_finite(self, name: str, code: str) -> None:
-        if _count_non_finite(self.tensors[name], code):
+        if count_non_finite(self.tensors[name], code):
             raise TensorError(
                 f"{self.path}: tensor {name} holds NaN or infinite values, so the model cannot work. "
                 "Convert it again from an undamaged source; for fp8 and gf4 also check that its weights stay below 61440."
@@ -319,7 +294,7 @@ class CalmFile:
         return scores
 
 
-def _count_non_finite(tensor: NDArray[Any], code: str) -> int:
+def count_non_finite(tensor: NDArray[Any], code: str) -> int:
     """How many stored values (scales, for gf4) are NaN or infinite. Works in blocks: a matrix may be gigabytes."""
     flat, step, bad = tensor.reshape(-1), 1 << 20, 0
     for start in range(0, flat.size, step):
@@ -333,88 +308,13 @@ def _count_non_finite(tensor: NDArray[Any], code: str) -> int:
     return bad
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, str], dict[str, Entry]]:
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise FormatError(f"{path} is {size} bytes long; a .calm file has at least an 8-byte header length")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            metadata, entries = read_header(file, path)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), metadata, entries
     except OSError as error:
         raise FormatError(f"{path} cannot be opened: {error.strerror or error}") from error
-
-
-def _read_header(data: mmap.mmap, path: Path) -> tuple[dict[str, Any], int]:
-    """Parse the JSON header; return it and the offset of the data area."""
-    head = data[:64]
-    if head.startswith(b"version https://git-lfs"):
-        raise FormatError(
-            f"{path} is a Git LFS pointer, not the file itself; fetch it with `git lfs pull` or download it again"
-        )
-    if head.startswith(b"GGUF"):
-        raise FormatError(f"{path} is a GGUF file; convert it first: calmnb convert {path.name} model.calm")
-    length = int.from_bytes(head[:8], "little")
-    if not 2 <= length <= min(len(data) - 8, _HEADER_LIMIT):
-        raise FormatError(
-            f"{path}: the header is said to be {length} bytes long, in a file of {len(data)} bytes. "
-            "The file is truncated, or is not a .calm file; download or convert it again."
-        )
-    try:
-        text = data[8 : 8 + length].decode("utf-8").rstrip(" \t\r\n\0")
-        header = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{path}: the header is not valid JSON ({error}); the file is damaged or is not a .calm file"
-        ) from error
-    if not isinstance(header, dict):
-        raise FormatError(f"{path}: the header is a JSON {type(header).__name__}; it must be an object")
-    return header, 8 + length
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice!r} occurs twice")
-    return found
-
-
-def _read_entries(header: dict[str, Any], data_size: int, path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{path}: __metadata__ must be an object whose values are strings")
-    entries = {name: _read_entry(name, value, data_size, path) for name, value in header.items()}
-    by_place = sorted(entries.items(), key=lambda item: item[1].begin)
-    for (name, entry), (other, following) in itertools.pairwise(by_place):
-        if following.begin < entry.end:
-            raise TensorError(
-                f"{path}: tensors {name!r} (bytes {entry.begin} to {entry.end}) and {other!r} (bytes {following.begin} to "
-                f"{following.end}) overlap; the header is damaged"
-            )
-    return metadata, entries
-
-
-def _read_entry(name: str, value: Any, data_size: int, path: Path) -> _Entry:
-    def fail(problem: str) -> TensorError:
-        return TensorError(f"{path}: tensor {name!r} {problem}")
-
-    if not isinstance(value, dict) or set(value) - {"dtype", "shape", "data_offsets"}:
-        raise fail(f"is described by {str(value)[:80]!r}; accepted is an object of dtype, shape and data_offsets")
-    code, offsets, shape = value.get("dtype"), value.get("data_offsets"), value.get("shape", [1])
-    if not isinstance(code, str) or code not in _DTYPES:
-        raise fail(f"has dtype {str(code)[:40]!r}; accepted are {', '.join(_DTYPES)}")
-    if not isinstance(shape, list) or not 1 <= len(shape) <= 4 or not all(type(n) is int and 0 < n < 2**63 for n in shape):
-        raise fail(f"has shape {str(shape)[:80]}; accepted are 1 to 4 positive dimensions")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(n) is int for n in offsets):
-        raise fail(f"has data_offsets {str(offsets)[:80]}; accepted are two integers")
-    begin, end = offsets
-    if not 0 <= begin < end <= data_size:
-        raise fail(f"lies at bytes {begin} to {end}, outside the {data_size} bytes of data; the file is truncated or damaged")
-    expected = math.prod(shape) * _DTYPES[code].itemsize
-    if end - begin != expected:
-        raise fail(f"takes {end - begin} bytes, but {code} {shape} takes {expected}; the header is damaged")
-    return _Entry(code, tuple(shape), begin, end)
 
 
 def _read_settings(extras: Mapping[str, bytes], path: Path) -> dict[str, Any]:
@@ -515,7 +415,7 @@ def _read_scaling(value: Any, path: Path) -> RopeScaling | None:
     known = {field.name for field in dataclasses.fields(RopeScaling)}
     if not isinstance(value, dict) or set(value) - known or value.get("kind") not in ("linear", "llama3", "yarn"):
         raise UnsupportedError(
-            f"{path}: rope scaling {str(value)[:120]!r} is not known to this version; accepted kinds are linear, llama3 and yarn"
+            f"{path}: rope scaling {str(value)[:120]!r} is unknown to this version; accepted kinds are linear, llama3 and yarn"
         )
     numbers = [number for key, number in value.items() if key != "kind" and number is not None]
     if "factor" not in value or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
@@ -524,32 +424,6 @@ def _read_scaling(value: Any, path: Path) -> RopeScaling | None:
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor to be written: described now, computed when its turn comes.
-
-    Attributes
-    ----------
-    name : str
-    code : str
-        Container dtype ("F16", "F8_E5M2", "I32", "F32", "U8").
-    shape : tuple of int
-        As stored.
-    blocks : callable
-        Returns the tensor's contents as consecutive arrays; called once, when the tensor is written.
-    """
-
-    name: str
-    code: str
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterable[NDArray[Any]]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes the tensor takes in the file."""
-        return math.prod(self.shape) * _DTYPES[self.code].itemsize
 
 
 def calm_metadata(config: ModelConfig) -> dict[str, str]:
@@ -592,7 +466,7 @@ def write_calm(
     scores: Sequence[float] | NDArray[Any] | None = None,
     extras: Mapping[str, bytes] | None = None,
     metadata: Mapping[str, str] | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Write a `.calm` file tensor by tensor: under a temporary name beside `path`, renamed when it is complete.
 
@@ -629,65 +503,9 @@ def write_calm(
         specs += _token_specs(tokens, scores, config.vocab_size)
     for name, data in (extras or {}).items():
         if data:
-            specs.append(_spec_of_array(_EXTRA_PREFIX + name, np.frombuffer(data, np.uint8), "U8"))
-    header = _build_header(specs, calm_metadata(config) if metadata is None else metadata)
-    total = sum(spec.nbytes for spec in specs)
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
-    except OSError as error:
-        raise CalmnbError(f"cannot write {target}: {error.strerror or error}. Is the folder there, and writable?") from error
-    try:
-        with open(descriptor, "wb", buffering=1 << 20) as file:  # noqa: PTH123 (a descriptor, not a path)
-            file.write(header)
-            done = 0
-            for spec in specs:
-                _write_tensor(file.write, spec)
-                done += spec.nbytes
-                if progress is not None:
-                    progress(done, total, spec.name)
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(target)
-    except OSError as error:
-        raise CalmnbError(
-            f"cannot write {target}: {error.strerror or error}. It needs {(len(header) + total) / 1e6:.0f} MB; "
-            "nothing was left behind. Free some space or choose another folder."
-        ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            Path(temporary).unlink()
+            specs.append(TensorSpec.of_array(_EXTRA_PREFIX + name, np.frombuffer(data, np.uint8), "U8"))
+    write_container(target, calm_metadata(config) if metadata is None else metadata, specs, progress)
     return target
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _write_tensor(write: Callable[[memoryview], int], spec: TensorSpec) -> None:
-    written = 0
-    for block in spec.blocks():
-        data = np.ascontiguousarray(block, dtype=_DTYPES[spec.code])
-        written += data.nbytes
-        write(data.reshape(-1).view(np.uint8).data)
-    if written != spec.nbytes:
-        raise CalmnbError(f"tensor {spec.name} was announced as {spec.nbytes} bytes, but {written} came; please report this")
-
-
-def _build_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Header length and JSON, padded with spaces so that the data area starts at a multiple of 256."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    place = 0
-    for spec in specs:
-        header[spec.name] = {"dtype": spec.code, "shape": list(spec.shape), "data_offsets": [place, place + spec.nbytes]}
-        place += spec.nbytes
-    text = json.dumps(header).encode("utf-8")
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _spec_of_array(name: str, array: NDArray[Any], code: str) -> TensorSpec:
-    return TensorSpec(name, code, array.shape, lambda: (array,))
 
 
 def _specs_of_arrays(tensors: Mapping[str, NDArray[Any]], config: ModelConfig) -> list[TensorSpec]:
@@ -702,7 +520,7 @@ def _specs_of_arrays(tensors: Mapping[str, NDArray[Any]], config: ModelConfig) -
         shape = storage_shape(slot.shape, config.dtype) if slot.quantised else slot.shape
         if array.dtype != dtype or array.shape != shape:
             raise TensorError(f"tensor {slot.name} is {array.dtype} {list(array.shape)}; {dtype} {list(shape)} is needed")
-        specs.append(_spec_of_array(slot.name, array, weight_code(config) if slot.quantised else "F32"))
+        specs.append(TensorSpec.of_array(slot.name, array, weight_code(config) if slot.quantised else "F32"))
     unused = set(tensors) - {spec.name for spec in specs}
     if unused:
         raise TensorError(f"tensors {', '.join(sorted(unused))} have no place in a {config.arch} model")
@@ -717,4 +535,4 @@ def _token_specs(tokens: Sequence[bytes], scores: Sequence[float] | NDArray[Any]
     values = np.zeros(vocab_size, np.float32)
     if scores is not None:
         values[: len(scores)] = scores
-    return [_spec_of_array("tokenizer.tokens", joined, "U8"), _spec_of_array("tokenizer.scores", values, "F32")]
+    return [TensorSpec.of_array("tokenizer.tokens", joined, "U8"), TensorSpec.of_array("tokenizer.scores", values, "F32")]
