@@ -65,6 +65,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     dict
         JSON data; the keys are documented at `Session.meta`.
     """
+    from calmnb.profile.bandwidth import known_bandwidth
     from calmnb.profile.device import datasheet_peak
 
     meta: dict[str, Any] = {
@@ -100,6 +101,9 @@ def describe_model(model: Any) -> dict[str, Any]:
     peak = datasheet_peak(info.device)
     if peak is not None:
         meta["peaks"]["datasheet"] = peak
+    measured = known_bandwidth(info.threads) if info.engine != "cuda" else None
+    if measured is not None:
+        meta["peaks"]["measured"] = measured.as_peak()
     return meta
 
 
