@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
     from calmnb.profile.recorder import SessionRecorder, StepRecord
     from calmnb.profile.session import Peak, Session
-    from calmnb.profile.speed_of_light import SpeedOfLight
+    from calmnb.profile.speed_of_light import SpeedOfLight, speed_of_light
 
 _HOME = {
     "Bandwidth": "bandwidth",
@@ -50,6 +50,7 @@ __all__ = [
     "measure_bandwidth",
     "measure_recording_overhead",
     "profile",
+    "speed_of_light",
 ]
 
 
@@ -60,12 +61,20 @@ def __getattr__(name: str) -> Any:
 
 
 class _CallablePackage(ModuleType):
-    """Lets the package stand for its main function: ``calmnb.profile(model, prompt)``."""
+    """Lets the package stand for its main function, and a submodule's name for the function it is named after."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from calmnb.profile.capture import profile
 
         return profile(*args, **kwargs)
+
+    @property
+    def speed_of_light(self) -> Any:
+        return import_module(f"{__name__}.speed_of_light").speed_of_light
+
+    @speed_of_light.setter
+    def speed_of_light(self, module: ModuleType) -> None:
+        """The import system sets the submodule here; the function stays."""
 
 
 sys.modules[__name__].__class__ = _CallablePackage
