@@ -1,0 +1,82 @@
+"""Compile the CPU kernels once, and keep them on disk.
+
+Numba's own cache looks only at the file of the function it compiles: an edit to a module that this function calls would
+go unseen. So the cached code lives in a folder named by a digest of every source it is made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["cache_folder", "kernel_entry"]
+
+_SOURCES = ("cpu_simd.py", "cpu_ops.py", "cpu_kernels.py")
+_lock = threading.Lock()
+_entry: Callable[[int, int], None] | None = None
+
+
+def cache_folder() -> Path:
+    """Folder of the compiled kernels: NUMBA_CACHE_DIR if set, else the user's cache, then a digest of the sources."""
+    import llvmlite
+    import numba
+    import platformdirs
+
+    digest = hashlib.sha256(f"numba {numba.__version__} llvmlite {llvmlite.__version__}".encode())
+    for name in _SOURCES:
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    base = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("calmnb", appauthor=False) + "/numba"
+    return Path(base) / digest.hexdigest()[:16]
+
+
+def kernel_entry(progress: Callable[[str], None] | None = None) -> Callable[[int, int], None]:
+    """Return the compiled `calmnb.engine.cpu_kernels.enter`; compiling takes seconds, the first time on a machine.
+
+    Parameters
+    ----------
+    progress
+        Called with a line of text before and after a compilation, and not at all when the cache answers.
+    """
+    global _entry
+    with _lock:
+        if _entry is None:
+            _entry = _compile(progress)
+        return _entry
+
+
+def _compile(progress: Callable[[str], None] | None) -> Callable[[int, int], None]:
+    import numba
+    from numba import njit, types
+
+    from calmnb.engine import cpu_kernels
+
+    folder = cache_folder()
+    before = numba.config.CACHE_DIR
+    if progress is not None and not _is_cached(folder):
+        progress("compiling the CPU kernels (once on this machine) ...")
+    start = time.perf_counter()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    try:
+        # Numba decides where to cache when a function is decorated.
+        numba.config.CACHE_DIR = str(folder)
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": writable}
+        entry: Any = njit(types.void(types.int64, types.int64), **options)(cpu_kernels.enter)
+    finally:
+        numba.config.CACHE_DIR = before
+    if progress is not None and (not writable or entry.stats.cache_misses):
+        progress(f"compiled the CPU kernels in {time.perf_counter() - start:.1f} s")
+    compiled: Callable[[int, int], None] = entry
+    return compiled
+
+
+def _is_cached(folder: Path) -> bool:
+    return any(folder.rglob("*.nbc"))

@@ -1,0 +1,643 @@
+"""The arithmetic of the CPU engine, one Numba function an operation: products, norms, activations, attention.
+
+Everything takes int64 addresses and runtime sizes, so nothing is compiled per model. Sizes that are not multiples of
+sixteen end in a scalar tail; no function reads past the data it is given. Every row of a product is one chain of
+fused multiply-adds in a fixed order whoever computes it, so results do not depend on threads or timing.
+
+Storage of a row of n weights: fp16, n little-endian halves; fp8, n E5M2 bytes (the high bytes of halves); gf4, n/8
+words: a byte of E5M2 scale s, then eight 3-bit codes c standing for ``(c - 4) * s / -4`` (SPEC_calm.md 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from calmnb.engine.cpu_simd import (
+    bits_float,
+    float_bits,
+    get_f32,
+    get_u8,
+    get_u16,
+    get_u32,
+    prefetch,
+    set_f32,
+    set_u8,
+    set_u16,
+    vadd,
+    vdiv,
+    vexp2_scale,
+    vfma,
+    vload,
+    vload_e5m2,
+    vload_f16,
+    vload_i32,
+    vload_i32_first,
+    vmask_to_f32,
+    vmax,
+    vmaximum,
+    vmin,
+    vmul,
+    vround,
+    vscale_gf4,
+    vset,
+    vshift_to_f32,
+    vstore,
+    vsub,
+    vsum,
+)
+
+FP16, FP8, GF4 = 0, 1, 2
+#: Context positions that one attention task covers; a constant, so that sums never depend on the number of threads.
+CHUNK = 64
+#: How far ahead weights are asked for, in bytes. About 2 KB was the plateau on AMD EPYC.
+AHEAD = 3072
+
+# The numpy error model leaves out checks for division by zero, which would need an exception path in every loop.
+_njit = njit(nogil=True, error_model="numpy")
+
+_F = np.float32
+_ZERO, _ONE, _HALF, _QUARTER = _F(0.0), _F(1.0), _F(0.5), _F(-0.25)
+_LOWEST = _F(-3.0e38)
+_UP112 = _F(2.0**112)
+_LOG2E, _LN2_HIGH, _LN2_LOW = _F(1.4426950408889634), _F(-0.693359375), _F(2.1219444005469057e-4)
+_GELU_A, _GELU_B = _F(-2 * 0.797885), _F(0.044715)
+
+
+@_njit
+def pad16(n):
+    return (n + 15) // 16 * 16
+
+
+@_njit
+def half_value(bits):
+    """One float16, given as uint16 bits, exactly."""
+    b = np.uint32(bits)
+    value = bits_float((b & np.uint32(0x7FFF)) << np.uint32(13)) * _UP112
+    return bits_float(np.uint32(float_bits(value) | ((b & np.uint32(0x8000)) << np.uint32(16))))
+
+
+@_njit
+def stored_value(dtype, address, index):
+    """One stored fp16 or fp8 number."""
+    if dtype == FP16:
+        return half_value(get_u16(address + 2 * index))
+    return half_value(np.uint16(get_u8(address + index)) << np.uint16(8))
+
+
+@_njit
+def store_rounded(dtype, address, index, value):
+    """Store a float32 as fp16 or fp8: nearest even, saturating at the largest finite value."""
+    bits = float_bits(value)
+    sign = bits >> np.uint32(31)
+    size = bits_float(np.uint32(bits & np.uint32(0x7FFFFFFF)))
+    if dtype == FP16:
+        size = min(size, _F(65504.0))
+        if size < _F(6.103515625e-05):
+            # Adding 0.5 leaves the subnormal's 2^-24 units in the low bits, rounded by the hardware.
+            code = float_bits(size + _HALF) - float_bits(_HALF)
+        else:
+            b = float_bits(size)
+            code = ((b + np.uint32(0xFFF) + ((b >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)) - np.uint32(0x1C000)
+        set_u16(address + 2 * index, np.uint16(code | (sign << np.uint32(15))))
+    else:
+        size = min(size, _F(57344.0))
+        if size < _F(6.103515625e-05):
+            code = float_bits(size + _F(128.0)) - float_bits(_F(128.0))
+        else:
+            b = float_bits(size)
+            code = ((b + np.uint32(0xFFFFF) + ((b >> np.uint32(21)) & np.uint32(1))) >> np.uint32(21)) - np.uint32(0x1C0)
+        set_u8(address + index, np.uint8(code | (sign << np.uint32(7))))
+
+
+# -- products: out[r] = row r . x ----------------------------------------------------------------------------------------
+
+
+@_njit
+def prepare(dtype, x, n, out):
+    """Lay x (n float32) out as the product of `dtype` wants it, and return where it is.
+
+    fp16 and fp8 read x as it stands. gf4 wants eight planes of n/8 (padded to 16), plane j holding x[8 i + j] times
+    ``-2^-(10 + 3 j)`` so that ``word & (7 << (8 + 3 j))`` needs no shift, then a plane of the sums of eight.
+    """
+    if dtype != GF4:
+        return x
+    n_words = n // 8
+    stride = 4 * pad16(n_words)
+    for i in range(n_words):
+        a = x + 32 * i
+        x0, x1, x2, x3 = get_f32(a), get_f32(a + 4), get_f32(a + 8), get_f32(a + 12)
+        x4, x5, x6, x7 = get_f32(a + 16), get_f32(a + 20), get_f32(a + 24), get_f32(a + 28)
+        o = out + 4 * i
+        set_f32(o, x0 * _F(-(2.0**-10)))
+        set_f32(o + stride, x1 * _F(-(2.0**-13)))
+        set_f32(o + 2 * stride, x2 * _F(-(2.0**-16)))
+        set_f32(o + 3 * stride, x3 * _F(-(2.0**-19)))
+        set_f32(o + 4 * stride, x4 * _F(-(2.0**-22)))
+        set_f32(o + 5 * stride, x5 * _F(-(2.0**-25)))
+        set_f32(o + 6 * stride, x6 * _F(-(2.0**-28)))
+        set_f32(o + 7 * stride, x7 * _QUARTER)
+        set_f32(o + 8 * stride, ((x0 + x1) + (x2 + x3)) + ((x4 + x5) + (x6 + x7)))
+    for plane in range(9):
+        for i in range(n_words, stride // 4):
+            set_f32(out + plane * stride + 4 * i, _ZERO)
+    return out
+
+
+@_njit
+def _tail(dtype, w, x, start, n):
+    total = _ZERO
+    for i in range(start, n):
+        total += stored_value(dtype, w, i) * get_f32(x + 4 * i)
+    return total
+
+
+@_njit
+def _dot4_f16(w, row, x, n, out):
+    a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+    w1, w2, w3 = w + row, w + 2 * row, w + 3 * row
+    i = 0
+    while i + 32 <= n:
+        o = 2 * i
+        prefetch(w + o + AHEAD)
+        prefetch(w1 + o + AHEAD)
+        prefetch(w2 + o + AHEAD)
+        prefetch(w3 + o + AHEAD)
+        v = vload(x + 4 * i)
+        a = vfma(vload_f16(w + o), v, a)
+        b = vfma(vload_f16(w1 + o), v, b)
+        c = vfma(vload_f16(w2 + o), v, c)
+        d = vfma(vload_f16(w3 + o), v, d)
+        v = vload(x + 4 * i + 64)
+        a = vfma(vload_f16(w + o + 32), v, a)
+        b = vfma(vload_f16(w1 + o + 32), v, b)
+        c = vfma(vload_f16(w2 + o + 32), v, c)
+        d = vfma(vload_f16(w3 + o + 32), v, d)
+        i += 32
+    while i + 16 <= n:
+        o = 2 * i
+        v = vload(x + 4 * i)
+        a = vfma(vload_f16(w + o), v, a)
+        b = vfma(vload_f16(w1 + o), v, b)
+        c = vfma(vload_f16(w2 + o), v, c)
+        d = vfma(vload_f16(w3 + o), v, d)
+        i += 16
+    set_f32(out, vsum(a) + _tail(FP16, w, x, i, n))
+    set_f32(out + 4, vsum(b) + _tail(FP16, w1, x, i, n))
+    set_f32(out + 8, vsum(c) + _tail(FP16, w2, x, i, n))
+    set_f32(out + 12, vsum(d) + _tail(FP16, w3, x, i, n))
+
+
+@_njit
+def _dot1_f16(w, x, n, out):
+    a = vset(_ZERO)
+    i = 0
+    while i + 16 <= n:
+        a = vfma(vload_f16(w + 2 * i), vload(x + 4 * i), a)
+        i += 16
+    set_f32(out, vsum(a) + _tail(FP16, w, x, i, n))
+
+
+@_njit
+def _dot4_f8(w, row, x, n, out):
+    a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+    w1, w2, w3 = w + row, w + 2 * row, w + 3 * row
+    i = 0
+    while i + 64 <= n:
+        prefetch(w + i + AHEAD)
+        prefetch(w1 + i + AHEAD)
+        prefetch(w2 + i + AHEAD)
+        prefetch(w3 + i + AHEAD)
+        for part in range(4):
+            o = i + 16 * part
+            v = vload(x + 4 * o)
+            a = vfma(vload_e5m2(w + o), v, a)
+            b = vfma(vload_e5m2(w1 + o), v, b)
+            c = vfma(vload_e5m2(w2 + o), v, c)
+            d = vfma(vload_e5m2(w3 + o), v, d)
+        i += 64
+    while i + 16 <= n:
+        v = vload(x + 4 * i)
+        a = vfma(vload_e5m2(w + i), v, a)
+        b = vfma(vload_e5m2(w1 + i), v, b)
+        c = vfma(vload_e5m2(w2 + i), v, c)
+        d = vfma(vload_e5m2(w3 + i), v, d)
+        i += 16
+    set_f32(out, vsum(a) + _tail(FP8, w, x, i, n))
+    set_f32(out + 4, vsum(b) + _tail(FP8, w1, x, i, n))
+    set_f32(out + 8, vsum(c) + _tail(FP8, w2, x, i, n))
+    set_f32(out + 12, vsum(d) + _tail(FP8, w3, x, i, n))
+
+
+@_njit
+def _dot1_f8(w, x, n, out):
+    a = vset(_ZERO)
+    i = 0
+    while i + 16 <= n:
+        a = vfma(vload_e5m2(w + i), vload(x + 4 * i), a)
+        i += 16
+    set_f32(out, vsum(a) + _tail(FP8, w, x, i, n))
+
+
+@_njit
+def _words_gf4(words, planes, stride, acc):
+    """Add the products of 128 weights (sixteen words) to `acc`."""
+    s = vload(planes + 8 * stride)
+    s = vfma(vmask_to_f32(words, 7 << 8), vload(planes), s)
+    s = vfma(vmask_to_f32(words, 7 << 11), vload(planes + stride), s)
+    s = vfma(vmask_to_f32(words, 7 << 14), vload(planes + 2 * stride), s)
+    s = vfma(vmask_to_f32(words, 7 << 17), vload(planes + 3 * stride), s)
+    s = vfma(vmask_to_f32(words, 7 << 20), vload(planes + 4 * stride), s)
+    s = vfma(vmask_to_f32(words, 7 << 23), vload(planes + 5 * stride), s)
+    s = vfma(vmask_to_f32(words, 7 << 26), vload(planes + 6 * stride), s)
+    s = vfma(vshift_to_f32(words, 29), vload(planes + 7 * stride), s)
+    return vfma(vscale_gf4(words), s, acc)
+
+
+@_njit
+def _dot2_gf4(w, row, planes, n, out):
+    a, b = vset(_ZERO), vset(_ZERO)
+    n_words = n // 8
+    stride = 4 * pad16(n_words)
+    w1 = w + row
+    i = 0
+    while i + 16 <= n_words:
+        o = 4 * i
+        prefetch(w + o + AHEAD)
+        prefetch(w1 + o + AHEAD)
+        a = _words_gf4(vload_i32(w + o), planes + o, stride, a)
+        b = _words_gf4(vload_i32(w1 + o), planes + o, stride, b)
+        i += 16
+    if i < n_words:
+        o = 4 * i
+        a = _words_gf4(vload_i32_first(w + o, n_words - i), planes + o, stride, a)
+        b = _words_gf4(vload_i32_first(w1 + o, n_words - i), planes + o, stride, b)
+    set_f32(out, vsum(a))
+    set_f32(out + 4, vsum(b))
+
+
+@_njit
+def _dot1_gf4(w, planes, n, out):
+    a = vset(_ZERO)
+    n_words = n // 8
+    stride = 4 * pad16(n_words)
+    i = 0
+    while i + 16 <= n_words:
+        a = _words_gf4(vload_i32(w + 4 * i), planes + 4 * i, stride, a)
+        i += 16
+    if i < n_words:
+        a = _words_gf4(vload_i32_first(w + 4 * i, n_words - i), planes + 4 * i, stride, a)
+    set_f32(out, vsum(a))
+
+
+@_njit
+def row_bytes(dtype, n):
+    """Bytes of a row of n weights."""
+    if dtype == FP16:
+        return 2 * n
+    if dtype == FP8:
+        return n
+    return n // 2
+
+
+@_njit
+def matvec(dtype, w, n, x, first, last, out):
+    """``out[r] = W[r] . x`` for rows first to last - 1 of a matrix with n columns; x from `prepare`."""
+    row = row_bytes(dtype, n)
+    r = first
+    if dtype == FP16:
+        while r + 4 <= last:
+            _dot4_f16(w + r * row, row, x, n, out + 4 * r)
+            r += 4
+        while r < last:
+            _dot1_f16(w + r * row, x, n, out + 4 * r)
+            r += 1
+    elif dtype == FP8:
+        while r + 4 <= last:
+            _dot4_f8(w + r * row, row, x, n, out + 4 * r)
+            r += 4
+        while r < last:
+            _dot1_f8(w + r * row, x, n, out + 4 * r)
+            r += 1
+    else:
+        while r + 2 <= last:
+            _dot2_gf4(w + r * row, row, x, n, out + 4 * r)
+            r += 2
+        while r < last:
+            _dot1_gf4(w + r * row, x, n, out + 4 * r)
+            r += 1
+
+
+@_njit
+def decode_row(dtype, w, n, out):
+    """Decode n stored weights to float32."""
+    if dtype == GF4:
+        for i in range(n // 8):
+            word = get_u32(w + 4 * i)
+            scale = half_value(np.uint16((word & np.uint32(0xFF)) << np.uint32(8))) * _QUARTER
+            o = out + 32 * i
+            for j in range(8):
+                code = np.int32((word >> np.uint32(8 + 3 * j)) & np.uint32(7)) - np.int32(4)
+                set_f32(o + 4 * j, _F(code) * scale)
+        return
+    i = 0
+    if dtype == FP16:
+        while i + 16 <= n:
+            vstore(out + 4 * i, vload_f16(w + 2 * i))
+            i += 16
+    else:
+        while i + 16 <= n:
+            vstore(out + 4 * i, vload_e5m2(w + i))
+            i += 16
+    while i < n:
+        set_f32(out + 4 * i, stored_value(dtype, w, i))
+        i += 1
+
+
+# -- elementwise ---------------------------------------------------------------------------------------------------------
+
+
+@_njit
+def vexp(x):
+    """exp of sixteen float32 to about one unit in the last place; arguments are clamped to [-87, 88]."""
+    x = vmin(vmax(x, vset(_F(-87.0))), vset(_F(88.0)))
+    n = vround(vmul(x, vset(_LOG2E)))
+    r = vfma(n, vset(_LN2_LOW), vfma(n, vset(_LN2_HIGH), x))
+    # Taylor to r^7: |r| <= 0.347, so what is left out is below 6e-9.
+    p = vset(_F(1 / 5040))
+    p = vfma(p, r, vset(_F(1 / 720)))
+    p = vfma(p, r, vset(_F(1 / 120)))
+    p = vfma(p, r, vset(_F(1 / 24)))
+    p = vfma(p, r, vset(_F(1 / 6)))
+    p = vfma(p, r, vset(_HALF))
+    p = vfma(p, r, vset(_ONE))
+    p = vfma(p, r, vset(_ONE))
+    return vexp2_scale(p, n)
+
+
+@_njit
+def normalise(x, gain, n, eps, is_layer_norm, out):
+    """RMS norm of x, or layer norm without bias."""
+    whole = n // 16 * 16
+    mean = _ZERO
+    if is_layer_norm:
+        acc = vset(_ZERO)
+        for i in range(0, whole, 16):
+            acc = vadd(acc, vload(x + 4 * i))
+        mean = vsum(acc)
+        for i in range(whole, n):
+            mean += get_f32(x + 4 * i)
+        mean = _F(mean / _F(n))
+    acc, shift = vset(_ZERO), vset(mean)
+    for i in range(0, whole, 16):
+        v = vsub(vload(x + 4 * i), shift)
+        acc = vfma(v, v, acc)
+    total = vsum(acc)
+    for i in range(whole, n):
+        d = get_f32(x + 4 * i) - mean
+        total += d * d
+    scale = _F(_ONE / math.sqrt(_F(total / _F(n)) + eps))
+    factor = vset(scale)
+    for i in range(0, whole, 16):
+        v = vsub(vload(x + 4 * i), shift)
+        vstore(out + 4 * i, vmul(vmul(v, factor), vload(gain + 4 * i)))
+    for i in range(whole, n):
+        set_f32(out + 4 * i, (get_f32(x + 4 * i) - mean) * scale * get_f32(gain + 4 * i))
+
+
+@_njit
+def gate(kind, a, b, first, last):
+    """``a[i] = act(a[i]) * b[i]``; kind 0 is SiLU, 1 tanh GELU. `first` and the buffers are padded to sixteen."""
+    one = vset(_ONE)
+    for i in range(first, last, 16):
+        z = vload(a + 4 * i)
+        if kind == 0:
+            e = vexp(vsub(vset(_ZERO), z))
+        else:  # z (1 + tanh u) / 2 = z / (1 + exp(-2 u))
+            e = vexp(vmul(vset(_GELU_A), vfma(vmul(vset(_GELU_B), vmul(z, z)), z, z)))
+        vstore(a + 4 * i, vmul(vdiv(z, vadd(one, e)), vload(b + 4 * i)))
+
+
+@_njit
+def add_scaled(x, y, weight, first, last):
+    """``x[i] += weight * y[i]``."""
+    for i in range(first, last):
+        set_f32(x + 4 * i, get_f32(x + 4 * i) + weight * get_f32(y + 4 * i))
+
+
+@_njit
+def rotate_pair(address, cos, sin):
+    """Rotate two neighbouring float32."""
+    a, b = get_f32(address), get_f32(address + 4)
+    set_f32(address, a * cos - b * sin)
+    set_f32(address + 4, a * sin + b * cos)
+
+
+@_njit
+def choose_experts(scores, n, k, chosen, weights):
+    """Write the indices of the k largest scores to `chosen` (float32) and their softmax to `weights`. Ties: lower index."""
+    for j in range(k):
+        best = -1
+        for e in range(n):
+            taken = False
+            for i in range(j):
+                if int(get_f32(chosen + 4 * i)) == e:
+                    taken = True
+            if not taken and (best < 0 or get_f32(scores + 4 * e) > get_f32(scores + 4 * best)):
+                best = e
+        set_f32(chosen + 4 * j, _F(best))
+    top = get_f32(scores + 4 * int(get_f32(chosen)))
+    total = _ZERO
+    for j in range(k):
+        w = _F(math.exp(get_f32(scores + 4 * int(get_f32(chosen + 4 * j))) - top))
+        set_f32(weights + 4 * j, w)
+        total += w
+    for j in range(k):
+        set_f32(weights + 4 * j, get_f32(weights + 4 * j) / total)
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------
+# Keys of one kv head: blocks of sixteen positions, [slot // 16][channel][slot % 16], so that sixteen scores grow side by
+# side. Values: [slot][channel padded to 16].
+
+
+@_njit
+def vload_kv(dtype, address, index):
+    """Sixteen cached numbers from element `index` on."""
+    if dtype == FP16:
+        return vload_f16(address + 2 * index)
+    return vload_e5m2(address + index)
+
+
+@_njit
+def _scores(dtype, keys, hd, q, q_stride, heads, out, scale):
+    """Sixteen scores for each of 1, 2 or 4 heads; out has CHUNK float32 a head."""
+    a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+    if heads == 4:
+        for i in range(hd):
+            k = vload_kv(dtype, keys, 16 * i)
+            a = vfma(k, vset(get_f32(q + 4 * i)), a)
+            b = vfma(k, vset(get_f32(q + q_stride + 4 * i)), b)
+            c = vfma(k, vset(get_f32(q + 2 * q_stride + 4 * i)), c)
+            d = vfma(k, vset(get_f32(q + 3 * q_stride + 4 * i)), d)
+        vstore(out + 8 * CHUNK, vmul(c, scale))
+        vstore(out + 12 * CHUNK, vmul(d, scale))
+    elif heads == 2:
+        for i in range(hd):
+            k = vload_kv(dtype, keys, 16 * i)
+            a = vfma(k, vset(get_f32(q + 4 * i)), a)
+            b = vfma(k, vset(get_f32(q + q_stride + 4 * i)), b)
+    else:
+        for i in range(hd):
+            a = vfma(vload_kv(dtype, keys, 16 * i), vset(get_f32(q + 4 * i)), a)
+    vstore(out, vmul(a, scale))
+    if heads > 1:
+        vstore(out + 4 * CHUNK, vmul(b, scale))
+
+
+@_njit
+def _mix(dtype, values, hdp, p, first, last, heads, out):
+    """``out[h] = sum of p[h][t] * value[t]`` for 1, 2 or 4 heads; out has hdp float32 a head."""
+    for i in range(0, hdp, 16):
+        a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+        if heads == 4:
+            for t in range(first, last):
+                v = vload_kv(dtype, values, t * hdp + i)
+                a = vfma(v, vset(get_f32(p + 4 * t)), a)
+                b = vfma(v, vset(get_f32(p + 4 * (CHUNK + t))), b)
+                c = vfma(v, vset(get_f32(p + 4 * (2 * CHUNK + t))), c)
+                d = vfma(v, vset(get_f32(p + 4 * (3 * CHUNK + t))), d)
+            vstore(out + 4 * (2 * hdp + i), c)
+            vstore(out + 4 * (3 * hdp + i), d)
+        elif heads == 2:
+            for t in range(first, last):
+                v = vload_kv(dtype, values, t * hdp + i)
+                a = vfma(v, vset(get_f32(p + 4 * t)), a)
+                b = vfma(v, vset(get_f32(p + 4 * (CHUNK + t))), b)
+        else:
+            for t in range(first, last):
+                a = vfma(vload_kv(dtype, values, t * hdp + i), vset(get_f32(p + 4 * t)), a)
+        vstore(out + 4 * i, a)
+        if heads > 1:
+            vstore(out + 4 * (hdp + i), b)
+
+
+@_njit
+def attend_chunk(dtype, keys, values, hd, q, n_heads, first, last, scratch, maxima, sums, mixed, stat_stride, mix_stride):
+    """Softmax attention of `n_heads` queries over positions first to last - 1 of one chunk, not yet divided by its sum.
+
+    Parameters
+    ----------
+    dtype
+        KV storage, FP16 or FP8.
+    keys, values
+        Addresses of the chunk's first block and first position, for one kv head.
+    hd
+        head_dim; q is (n_heads, hd) float32.
+    first, last
+        Bounds within the chunk, ``0 <= first < last <= CHUNK``.
+    scratch
+        4 * CHUNK float32.
+    maxima, sums, mixed
+        Per head: the largest score, the sum of exponentials, the weighted values (hdp float32), at the given strides.
+    """
+    hdp = pad16(hd)
+    itemsize = 2 if dtype == FP16 else 1
+    scale = vset(_F(_ONE / math.sqrt(_F(hd))))
+    head = 0
+    while head < n_heads:
+        left = n_heads - head
+        heads = 4 if left >= 4 else (2 if left >= 2 else 1)
+        for block in range(first // 16, (last + 15) // 16):
+            _scores(dtype, keys + itemsize * 16 * hd * block, hd, q + 4 * hd * head, 4 * hd, heads, scratch + 64 * block, scale)
+        for h in range(heads):
+            p = scratch + 4 * CHUNK * h
+            start, stop = first // 16 * 16, (last + 15) // 16 * 16
+            for t in range(start, first):
+                set_f32(p + 4 * t, _LOWEST)
+            for t in range(last, stop):
+                set_f32(p + 4 * t, _LOWEST)
+            top = vset(_LOWEST)
+            for t in range(start, stop, 16):
+                top = vmax(vload(p + 4 * t), top)
+            m = vmaximum(top)
+            shift = vset(m)
+            for t in range(start, stop, 16):
+                vstore(p + 4 * t, vexp(vsub(vload(p + 4 * t), shift)))
+            for t in range(start, first):
+                set_f32(p + 4 * t, _ZERO)
+            for t in range(last, stop):
+                set_f32(p + 4 * t, _ZERO)
+            total = vset(_ZERO)
+            for t in range(start, stop, 16):
+                total = vadd(total, vload(p + 4 * t))
+            set_f32(maxima + (head + h) * stat_stride, m)
+            set_f32(sums + (head + h) * stat_stride, vsum(total))
+        if heads == 1:
+            _mix(dtype, values, hdp, scratch, first, last, 1, mixed + head * mix_stride)
+        else:
+            _mix(dtype, values, hdp, scratch, first, last, heads, scratch + 16 * CHUNK)
+            for h in range(heads):
+                for i in range(0, hdp, 16):
+                    vstore(mixed + (head + h) * mix_stride + 4 * i, vload(scratch + 16 * CHUNK + 4 * (h * hdp + i)))
+        head += heads
+
+
+@_njit
+def combine_chunks(maxima, sums, mixed, first, last, hd, weights, out):
+    """Join the chunks first to last - 1 of one head: ``out = sum of e^(m_c - M) mixed_c / sum of e^(m_c - M) sum_c``."""
+    hdp = pad16(hd)
+    top = get_f32(maxima + 4 * first)
+    for c in range(first + 1, last):
+        top = max(top, get_f32(maxima + 4 * c))
+    total = _ZERO
+    for c in range(first, last, 16):
+        vstore(weights + 4 * (c - first), vexp(vsub(vload(maxima + 4 * c), vset(top))))
+    for c in range(first, last):
+        total += get_f32(weights + 4 * (c - first)) * get_f32(sums + 4 * c)
+    share = vset(_F(_ONE / total))
+    for i in range(0, hdp, 16):
+        a = vset(_ZERO)
+        for c in range(first, last):
+            a = vfma(vload(mixed + 4 * (c * hdp + i)), vset(get_f32(weights + 4 * (c - first))), a)
+        a = vmul(a, share)
+        if i + 16 <= hd:
+            vstore(out + 4 * i, a)
+        else:
+            vstore(weights, a)
+            for j in range(i, hd):
+                set_f32(out + 4 * j, get_f32(weights + 4 * (j - i)))
+
+
+@_njit
+def softmax_row(row, first, last, length, scale):
+    """In place: softmax of ``scale * row[first:last]``; zeros elsewhere. `length` and the row are padded to sixteen."""
+    factor = vset(scale)
+    start, stop = first // 16 * 16, (last + 15) // 16 * 16
+    for t in range(start, first):
+        set_f32(row + 4 * t, _LOWEST)
+    for t in range(last, stop):
+        set_f32(row + 4 * t, _LOWEST)
+    top = vset(_LOWEST)
+    for t in range(start, stop, 16):
+        top = vmax(vload(row + 4 * t), top)
+    shift = vset(vmaximum(top))
+    for t in range(start, stop, 16):
+        vstore(row + 4 * t, vexp(vmul(vsub(vload(row + 4 * t), shift), factor)))
+    for t in range(start, first):
+        set_f32(row + 4 * t, _ZERO)
+    for t in range(last, stop):
+        set_f32(row + 4 * t, _ZERO)
+    acc = vset(_ZERO)
+    for t in range(start, stop, 16):
+        acc = vadd(acc, vload(row + 4 * t))
+    share = vset(_F(_ONE / vsum(acc)))
+    for t in range(start, stop, 16):
+        vstore(row + 4 * t, vmul(vload(row + 4 * t), share))
+    zero = vset(_ZERO)
+    for t in range(0, start, 16):
+        vstore(row + 4 * t, zero)
+    for t in range(stop, length, 16):
+        vstore(row + 4 * t, zero)

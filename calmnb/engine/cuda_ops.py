@@ -1,0 +1,258 @@
+"""The kernels of the CUDA engine that read no weight matrix: their argument structures, geometry and specifications.
+
+Nothing here needs a GPU: sizes in, numbers out, so that CI checks every launch. The weight kernels have the same in
+`cuda_matvec`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+
+from calmnb.config import DTYPE_BITS, ModelConfig
+from calmnb.errors import UnsupportedError
+from calmnb.kernels import KernelSpec
+
+__all__ = [
+    "HOST_RING",
+    "SAMPLE_BLOCKS",
+    "STATE_WORDS",
+    "AttentionArgs",
+    "AttentionPlan",
+    "CollectArgs",
+    "EmbedArgs",
+    "HostToken",
+    "SampleArgs",
+    "SampleParams",
+    "SinkArgs",
+    "all_specs",
+    "collect_spec",
+    "embed_grid",
+    "embed_spec",
+    "plan_attention",
+    "sample_specs",
+    "sinks_spec",
+    "state_words",
+]
+
+#: int32 words of the step state in device memory (kernels/common.cuh, kernels/state.cuh).
+STATE_WORDS = 16
+#: Blocks that look for the largest logit.
+SAMPLE_BLOCKS = 64
+#: Tokens the ring in pinned host memory holds; the engine never runs further ahead.
+HOST_RING = 256
+
+_FORMATS = {"fp16": 0, "fp8": 1, "gf4": 2}
+_POINTER, _INT, _FLOAT, _LONG = ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, ctypes.c_int64
+
+
+class AttentionArgs(ctypes.Structure):
+    """`AttentionArgs` of kernels/attention.cu."""
+
+    _fields_ = [
+        *[(n, _POINTER) for n in ("q", "k", "v", "out", "partial", "partial_ml", "counters", "state", "stamp")],
+        *[(n, _INT) for n in ("seq_len", "heads_per_kv", "groups_per_kv", "window", "min_chunk")],
+    ]
+
+
+class EmbedArgs(ctypes.Structure):
+    """`EmbedArgs` of kernels/embed.cu."""
+
+    _fields_ = [
+        *[(n, _POINTER) for n in ("embedding", "g_next", "frequencies", "x32", "x16", "part", "rope", "state", "stamp")],
+        ("dim", _INT),
+        ("half_rotary", _INT),
+        ("factor", _FLOAT),
+    ]
+
+
+class SampleParams(ctypes.Structure):
+    """`SampleParams` of kernels/sample.cu: how tokens are chosen; lives in device memory."""
+
+    _fields_ = [
+        ("temperature", _FLOAT),
+        ("inverse_temperature", _FLOAT),
+        ("penalty", _FLOAT),
+        ("min_p_offset", _FLOAT),
+        ("top_p", ctypes.c_double),
+        ("top_k", _INT),
+        ("greedy", _INT),
+        ("n_ids", _INT),
+        ("penalty_range", _INT),
+        ("rng", ctypes.c_uint64),
+    ]
+
+
+class HostToken(ctypes.Structure):
+    """`HostToken` of kernels/sample.cu: a sampled token on its way to the host."""
+
+    _fields_ = [("token", _INT), ("logprob", _FLOAT), ("pos", _INT), ("step", _INT)]
+
+
+class SampleArgs(ctypes.Structure):
+    """`SampleArgs` of kernels/sample.cu."""
+
+    _fields_ = [
+        *[
+            (n, _POINTER)
+            for n in (
+                "logits", "adjusted", "block_best", "block_sum", "counter", "scratch", "params", "state", "history", "host_ring"
+            )
+        ],
+        *[(n, _INT) for n in ("vocab", "history_cap", "host_cap", "write_adjusted")],
+        ("stamp", _POINTER),
+    ]  # fmt: skip
+
+
+class SinkArgs(ctypes.Structure):
+    """`SinkArgs` of kernels/cache.cu."""
+
+    _fields_ = [
+        *[(n, _POINTER) for n in ("cache", "frequencies", "state", "stamp")],
+        ("layer_bytes", _LONG),
+        ("head_bytes", _LONG),
+        *[(n, _INT) for n in ("head_dim", "half_rotary", "fp8")],
+    ]
+
+
+class CollectArgs(ctypes.Structure):
+    """`CollectArgs` of kernels/cache.cu."""
+
+    _fields_ = [*[(n, _POINTER) for n in ("stamps", "ring", "serial")], ("n", _INT), ("rows", _INT), ("state", _POINTER)]
+
+
+def state_words(token: int, pos: int, seq_len: int, *, step: int = 0) -> list[int]:
+    """Step state for `token` at `pos`: what `advance_state` in kernels/state.cuh computes on the device.
+
+    Examples
+    --------
+    >>> state_words(5, 9, 8)[:7]
+    [5, 9, 3, 8, 2, 0, 8]
+    """
+    sinks = 2 if pos >= seq_len else 0
+    slot = sinks + (pos - sinks) % (seq_len - sinks)
+    words = [token, pos, slot, min(pos + 1, seq_len), sinks, step, seq_len]
+    return words + [0] * (STATE_WORDS - len(words))
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Launch of the attention kernel.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    grid : (splits, head groups)
+    block : int
+    shared : int
+        Dynamic shared memory, bytes.
+    heads : int
+        Query heads that share a read of their kv head's cache.
+    groups_per_kv : int
+        Head groups of one kv head.
+    min_chunk : int
+        Fewest positions a block takes.
+    """
+
+    spec: KernelSpec
+    grid: tuple[int, int]
+    block: int
+    shared: int
+    heads: int
+    groups_per_kv: int
+    min_chunk: int
+
+
+def plan_attention(
+    config: ModelConfig,
+    kv_dtype: str,
+    sm_count: int,
+    *,
+    threads: int = 128,
+    unroll: int = 3,
+    stages: int = 2,
+    blocks_per_sm: float = 2.0,
+    min_chunk: int = 128,
+) -> AttentionPlan:
+    """Geometry of attention for one model on a GPU of `sm_count` multiprocessors.
+
+    The grid is fixed: about `blocks_per_sm` blocks a multiprocessor, shared out over the head groups; blocks that the
+    context does not reach leave at once.
+
+    Raises
+    ------
+    UnsupportedError
+        If a row of the cache cannot be copied in pieces of 4, 8 or 16 bytes by the 32 lanes of a warp.
+    """
+    item = DTYPE_BITS[kv_dtype] // 8
+    row = config.head_dim * item
+    per_kv = config.n_heads // config.n_kv_heads
+    groups = -(-per_kv // 8)
+    heads = -(-per_kv // groups)
+    lane_bytes = 0
+    for piece in (16, 8, 4):
+        # A lane keeps q and the result of `heads` heads for its channels: 2 x 64 floats are as many as registers allow.
+        fits = row % piece == 0 and row // piece <= 32
+        if fits and (heads * piece // item <= 64 or piece == 4 or row // (piece // 2) > 32):
+            lane_bytes = piece
+            break
+    if not lane_bytes:
+        raise UnsupportedError(
+            f"head_dim {config.head_dim} with a {kv_dtype} KV cache makes rows of {row} bytes; the CUDA engine takes multiples of 16 up "
+            "to 512, of 8 up to 256 and of 4 up to 128. Use kv_dtype='fp16', or device='cpu'"
+        )
+    y = config.n_kv_heads * groups
+    splits = max(1, int(sm_count * blocks_per_sm) // y)
+    defines = (
+        ("HEAD_DIM", config.head_dim),
+        ("HEADS", heads),
+        ("KV_FP8", int(kv_dtype == "fp8")),
+        ("LANE_BYTES", lane_bytes),
+        ("THREADS", threads),
+        ("UNROLL", unroll),
+        ("STAGES", stages),
+    )
+    ring = threads * 2 * stages * unroll * lane_bytes
+    merge = threads // 32 * heads * config.head_dim * 4
+    return AttentionPlan(
+        KernelSpec("attention", "attention.cu", defines), (splits, y), threads, max(ring, merge), heads, groups, min_chunk
+    )
+
+
+def embed_spec(config: ModelConfig) -> KernelSpec:
+    """The embedding kernel for the storage of `config`."""
+    return KernelSpec("embed", "embed.cu", (("FORMAT", _FORMATS[config.dtype]),))
+
+
+def embed_grid(config: ModelConfig) -> int:
+    """Blocks of the embedding kernel: those that write `part`, and one for the angles."""
+    return -(-config.dim // 256) + 1
+
+
+def sample_specs() -> tuple[KernelSpec, KernelSpec]:
+    """The kernels that choose a token: the maximum, and the draw."""
+    return KernelSpec("sample_max", "sample.cu"), KernelSpec("sample_draw", "sample.cu")
+
+
+def sinks_spec() -> KernelSpec:
+    """The kernel that turns the sinks' keys."""
+    return KernelSpec("rotate_sinks", "cache.cu")
+
+
+def collect_spec() -> KernelSpec:
+    """The kernel that moves a step's stamps to the host."""
+    return KernelSpec("collect_stamps", "cache.cu")
+
+
+def all_specs() -> list[KernelSpec]:
+    """Every specialisation worth compiling in a test: formats, head sizes, head groups, cache types."""
+    specs = [KernelSpec("embed", "embed.cu", (("FORMAT", f),)) for f in _FORMATS.values()]
+    specs += [*sample_specs(), sinks_spec(), collect_spec()]
+    specs += [KernelSpec(name, "cache.cu") for name in ("fill_random", "weight_peak", "read_bytes")]
+    for (head_dim, per_kv), kv_dtype in itertools.product(
+        ((16, 2), (32, 1), (64, 1), (64, 3), (64, 4), (80, 1), (96, 1), (128, 1), (128, 4), (128, 7), (128, 8), (256, 8)), ("fp16", "fp8")
+    ):
+        config = ModelConfig("llama", "fp16", 64, 64, head_dim, 1, per_kv, 1, 32)
+        specs.append(plan_attention(config, kv_dtype, 132).spec)
+    return specs

@@ -1,0 +1,160 @@
+"""Weights on the GPU: which regions they need, and how they get there.
+
+One allocation holds every tensor, each at a multiple of 256 bytes, so that the memory a model needs is known to the byte
+before any is taken. Rows stay as the file stores them; q, k and v lie one after another and are read as one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calmnb.config import DTYPE_BITS, ModelConfig
+from calmnb.engine.base import Weights
+from calmnb.engine.cuda_device import Gpu
+
+__all__ = ["ALIGNMENT", "Layout", "Region", "random_regions", "upload", "weight_regions"]
+
+ALIGNMENT = 256
+
+#: Called with bytes done, bytes in all, and the name of the tensor at hand.
+UploadProgress = Callable[[int, int, str], None]
+
+
+class Layout:
+    """Named pieces of one allocation, each at a multiple of `ALIGNMENT` bytes.
+
+    Examples
+    --------
+    >>> layout = Layout([("a", 10), ("b", 300)])
+    >>> layout.offsets["b"], layout.nbytes
+    (256, 768)
+    """
+
+    def __init__(self, pieces: Iterable[tuple[str, int]]) -> None:
+        self.offsets: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
+        self.nbytes = 0
+        for name, nbytes in pieces:
+            self.offsets[name] = self.nbytes
+            self.sizes[name] = nbytes
+            self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def at(self, base: int) -> dict[str, int]:
+        """Addresses of the pieces when the allocation begins at `base`."""
+        return {name: base + offset for name, offset in self.offsets.items()}
+
+
+@dataclass(frozen=True)
+class Region:
+    """One piece of the weights.
+
+    Attributes
+    ----------
+    name : str
+        ``"embed"``, ``"0.wqkv"``, ``"0.attn_norm"``, ...
+    nbytes : int
+    arrays : tuple of arrays
+        What to copy there, one after another; empty for random weights.
+    bits : int
+        4, 8 or 16 for a matrix, 32 for a norm or a bias.
+    """
+
+    name: str
+    nbytes: int
+    arrays: tuple[NDArray[np.generic], ...]
+    bits: int
+
+
+def weight_regions(weights: Weights) -> list[Region]:
+    """Regions of a model's tensors, in the order in which a step reads them."""
+    bits = DTYPE_BITS[weights.config.dtype]
+
+    def region(name: str, *arrays: NDArray[np.generic], bits: int = bits) -> Region:
+        return Region(name, sum(a.nbytes for a in arrays), arrays, bits)
+
+    out = [region("embed", weights.embed)]
+    for i, layer in enumerate(weights.layers):
+        out.append(region(f"{i}.attn_norm", layer.attn_norm, bits=32))
+        out.append(region(f"{i}.wqkv", layer.wq, layer.wk, layer.wv))
+        if layer.qkv_bias is not None:
+            out.append(region(f"{i}.bias", layer.qkv_bias, bits=32))
+        out.append(region(f"{i}.wo", layer.wo))
+        if layer.mlp_norm is not None:
+            out.append(region(f"{i}.mlp_norm", layer.mlp_norm, bits=32))
+        if layer.moegate is not None:
+            out.append(region(f"{i}.moegate", layer.moegate))
+        out += [region(f"{i}.w1", layer.w1), region(f"{i}.w3", layer.w3), region(f"{i}.w2", layer.w2)]
+    out.append(region("final_norm", weights.final_norm, bits=32))
+    if not weights.is_tied:
+        out.append(region("output", weights.output))
+    return out
+
+
+def random_regions(config: ModelConfig, *, is_tied: bool) -> list[Region]:
+    """Regions of a model that exists only as sizes; a kernel fills them."""
+    c, bits = config, DTYPE_BITS[config.dtype]
+    experts = max(c.n_experts, 1)
+
+    def matrix(name: str, rows: int, cols: int) -> Region:
+        return Region(name, rows * cols * bits // 8, (), bits)
+
+    def norm(name: str) -> Region:
+        return Region(name, c.dim * 4, (), 32)
+
+    out = [matrix("embed", c.vocab_size, c.dim)]
+    for i in range(c.n_layers):
+        out += [norm(f"{i}.attn_norm"), matrix(f"{i}.wqkv", c.q_dim + 2 * c.kv_dim, c.dim), matrix(f"{i}.wo", c.dim, c.q_dim)]
+        if not c.is_parallel:
+            out.append(norm(f"{i}.mlp_norm"))
+        if c.is_moe:
+            out.append(matrix(f"{i}.moegate", c.n_experts, c.dim))
+        out += [matrix(f"{i}.{w}", experts * c.hidden_dim, c.dim) for w in ("w1", "w3", "w2")]
+    out.append(norm("final_norm"))
+    if not is_tied:
+        out.append(matrix("output", c.vocab_size, c.dim))
+    return out
+
+
+def upload(
+    gpu: Gpu,
+    regions: Sequence[Region],
+    addresses: dict[str, int],
+    *,
+    progress: UploadProgress | None = None,
+    staging_bytes: int = 32 << 20,
+) -> None:
+    """Copy the regions' arrays to the GPU through two page-locked buffers.
+
+    While one buffer travels, the next piece is read from the mapped file into the other: host memory stays at two
+    buffers whatever the model's size.
+    """
+    total = sum(r.nbytes for r in regions)
+    buffers = [gpu.pinned(staging_bytes) for _ in range(2)]
+    events: list[object | None] = [None, None]
+    turn = done = 0
+    try:
+        for region in regions:
+            target = addresses[region.name]
+            for array in region.arrays:
+                flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                for at in range(0, flat.nbytes, staging_bytes):
+                    piece = flat[at : at + staging_bytes]
+                    if events[turn] is not None:
+                        gpu.wait(events[turn])
+                    staged = buffers[turn][: piece.nbytes]
+                    np.copyto(staged, piece)
+                    gpu.to_device(target + at, staged)
+                    events[turn] = gpu.mark()
+                    turn = 1 - turn
+                    done += piece.nbytes
+                    if progress is not None:
+                        progress(done, total, region.name)
+                target += flat.nbytes
+        gpu.wait()
+    finally:
+        for buffer in buffers:
+            gpu.release(buffer.ctypes.data)
