@@ -59,6 +59,10 @@ class Tokenizer(ABC):
     def _bytes_of(self, token: int) -> bytes:
         """Bytes of a token within range."""
 
+    @abstractmethod
+    def id_of(self, text: str) -> int | None:
+        """Id of the token that is written `text` in the vocabulary, or None."""
+
     def encode(self, text: str, *, bos: bool | None = None, specials: bool = True) -> list[int]:
         """Cut `text` into token ids.
 
@@ -173,11 +177,11 @@ class StreamDecoder:
             self._drop_space = token == self._tokenizer.bos_id
         return self._utf8.decode(piece)
 
-    def flush(self, *, drop_incomplete: bool = False) -> str:
-        """End the text: bytes still held back become U+FFFD, or nothing with `drop_incomplete`."""
-        held = self._utf8.getstate()[0]
+    def flush(self) -> str:
+        """End the text: bytes still held back, part of a character that never came, become U+FFFD."""
+        rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
-        return "" if drop_incomplete else held.decode("utf-8", errors="replace")
+        return rest
 
 
 def split_at(text: str, pattern: re.Pattern[str] | None, tokens: Mapping[str, int]) -> list[str | int]:

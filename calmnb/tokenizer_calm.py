@@ -128,6 +128,10 @@ class CalmTokenizer(Tokenizer):
                 offer(left, after[left])
         return [token for token, living in zip(ids, alive, strict=True) if living]
 
+    def id_of(self, text: str) -> int | None:
+        """Id of the token whose bytes are `text`, or None."""
+        return self._ids.get(text.encode("utf-8"))
+
     def _bytes_of(self, token: int) -> bytes:
         if 0 <= self._fallback <= token < self._fallback + 256:
             return bytes([token - self._fallback])

@@ -96,6 +96,11 @@ class HfTokenizer(Tokenizer):
         hf = self._hf if specials else self._plain
         return list(hf.encode(text, add_special_tokens=False).ids)
 
+    def id_of(self, text: str) -> int | None:
+        """Id of the token that is written `text` in tokenizer.json, or None."""
+        found: int | None = self._hf.token_to_id(text)
+        return found
+
     def _bytes_of(self, token: int) -> bytes:
         text = self._texts.get(token, "")
         if self._byte_level:

@@ -68,6 +68,13 @@ class SpTokenizer(Tokenizer):
                 ids.extend(self._sp.EncodeAsIds(part))
         return ids
 
+    def id_of(self, text: str) -> int | None:
+        """Id of the piece that is written `text`, or None."""
+        if text in self.specials:
+            return self.specials[text]
+        found = int(self._sp.PieceToId(text))
+        return found if self._sp.IdToPiece(found) == text else None
+
     def _bytes_of(self, token: int) -> bytes:
         if token >= self._sp.GetPieceSize():
             return self._added.get(token, "").encode("utf-8")
