@@ -165,8 +165,8 @@ class CudaDevice:
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             free, total = self.memory()
             raise DeviceError(
-                f"{self.name}: {nbytes / 2**30:.2f} GiB were asked for, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free, and "
-                f"the allocation failed: {error}. Close other programs that use the GPU, or use a smaller seq_len"
+                f"{self.name}: {nbytes / 2**30:.2f} GiB were asked for, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free, "
+                f"and the allocation failed: {error}. Close other programs that use the GPU, or use a smaller seq_len"
             ) from error
         self._memory[memory.ptr] = memory
         self._cupy.cuda.runtime.memsetAsync(memory.ptr, 0, nbytes, self._stream.ptr)
@@ -208,7 +208,9 @@ class CudaDevice:
             config.attrs = [self._dependent] if dependent else []
             config.numAttrs = int(dependent)
             pointers = (ctypes.c_void_p * len(one.args))(*[ctypes.addressof(a) for a in one.args])
-            self._check(driver.cuLaunchKernelEx(config, self._function(one.kernel), ctypes.addressof(pointers), 0), one.kernel.name)
+            self._check(
+                driver.cuLaunchKernelEx(config, self._function(one.kernel), ctypes.addressof(pointers), 0), one.kernel.name
+            )
 
     def capture(self, launches: Sequence[Launch]) -> Callable[[], None]:
         """Make a graph of kernels; the returned function queues it."""
@@ -282,7 +284,9 @@ class CudaDevice:
             ),
             "shared memory limit",
         )  # fmt: skip
-        static = self._check(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function), "shared memory")
+        static = self._check(
+            driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function), "shared memory"
+        )
         for attribute, value in (
             (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, limit - static),
             # The same split of L1 and shared memory for all kernels: a change of split drains the multiprocessor.

@@ -119,7 +119,7 @@ class SinkArgs(ctypes.Structure):
 class CollectArgs(ctypes.Structure):
     """`CollectArgs` of kernels/cache.cu."""
 
-    _fields_ = [*[(n, _POINTER) for n in ("stamps", "ring", "serial")], ("n", _INT), ("rows", _INT), ("state", _POINTER)]
+    _fields_ = [*[(n, _POINTER) for n in ("stamps", "ring", "serial", "state")], *[(n, _INT) for n in ("n", "rows", "stride")]]
 
 
 def state_words(token: int, pos: int, seq_len: int, *, step: int = 0) -> list[int]:
@@ -192,16 +192,19 @@ def plan_attention(
     heads = -(-per_kv // groups)
     lane_bytes = 0
     for piece in (16, 8, 4):
-        # A lane keeps q and the result of `heads` heads for its channels: 2 x 64 floats are as many as registers allow.
-        fits = row % piece == 0 and row // piece <= 32
-        if fits and (heads * piece // item <= 64 or piece == 4 or row // (piece // 2) > 32):
-            lane_bytes = piece
+        # A lane keeps q and the result of `heads` heads for its channels: two lots of 32 (E5M2) or 64 floats.
+        if row % piece or row // piece > 32:
+            continue
+        lane_bytes = piece
+        if heads * piece // item <= (32 if item == 1 else 64):
             break
     if not lane_bytes:
         raise UnsupportedError(
-            f"head_dim {config.head_dim} with a {kv_dtype} KV cache makes rows of {row} bytes; the CUDA engine takes multiples of 16 up "
-            "to 512, of 8 up to 256 and of 4 up to 128. Use kv_dtype='fp16', or device='cpu'"
+            f"head_dim {config.head_dim} with a {kv_dtype} KV cache makes rows of {row} bytes; the CUDA engine takes multiples "
+            "of 16 up to 512, of 8 up to 256 and of 4 up to 128. Use kv_dtype='fp16', or device='cpu'"
         )
+    if lane_bytes < 16:
+        stages *= 2  # as many bytes in flight
     y = config.n_kv_heads * groups
     splits = max(1, int(sm_count * blocks_per_sm) // y)
     defines = (
@@ -251,7 +254,8 @@ def all_specs() -> list[KernelSpec]:
     specs += [*sample_specs(), sinks_spec(), collect_spec()]
     specs += [KernelSpec(name, "cache.cu") for name in ("fill_random", "weight_peak", "read_bytes")]
     for (head_dim, per_kv), kv_dtype in itertools.product(
-        ((16, 2), (32, 1), (64, 1), (64, 3), (64, 4), (80, 1), (96, 1), (128, 1), (128, 4), (128, 7), (128, 8), (256, 8)), ("fp16", "fp8")
+        ((16, 2), (32, 1), (64, 1), (64, 3), (64, 4), (80, 1), (96, 1), (128, 1), (128, 4), (128, 7), (128, 8), (256, 8)),
+        ("fp16", "fp8"),
     ):
         config = ModelConfig("llama", "fp16", 64, 64, head_dim, 1, per_kv, 1, 32)
         specs.append(plan_attention(config, kv_dtype, 132).spec)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from calmnb.config import DTYPE_BITS, KvDtype, ModelConfig
 from calmnb.engine.base import FullPolicy, Kernel
 from calmnb.engine.cuda_device import Launch
-from calmnb.engine.cuda_matvec import MatvecArgs, MatvecPlan, plan_matvec
+from calmnb.engine.cuda_matvec import Device, MatvecArgs, MatvecPlan, matrix_shapes, plan_matvec
 from calmnb.engine.cuda_ops import (
     HOST_RING,
     SAMPLE_BLOCKS,
@@ -88,10 +88,24 @@ def make_plans(
     attention
         Overrides for `plan_attention`, for experiments.
     """
-    kinds = ["qkv", "out", "gateup", "down", "logits", *(["router"] if config.is_moe else [])]
+    device = Device.of_arch(arch, sm_count)
+    norm = 1 if config.norm_type == "rmsnorm" else 2
 
     def plans(is_wide: bool) -> dict[str, MatvecPlan]:
-        return {kind: plan_matvec(kind, config, arch, sm_count, kv_dtype=kv_dtype, wide=is_wide) for kind in kinds}
+        return {
+            kind: plan_matvec(
+                kind,
+                config.dtype,
+                rows,
+                cols,
+                device,
+                norm=0 if kind in ("out", "down") else norm,
+                kv_dtype=kv_dtype,
+                gelu=config.act_type == "gelu",
+                wide=is_wide,
+            )
+            for kind, (rows, cols) in matrix_shapes(config).items()
+        }
 
     return Plans(
         config,
@@ -171,6 +185,7 @@ def build_program(
     stamp_ring: int = 0,
     stamp_serial: int = 0,
     stamp_rows: int = 0,
+    stamp_stride: int = 0,
 ) -> StepProgram:
     """List the launches of one step.
 
@@ -188,7 +203,7 @@ def build_program(
         What follows the layers.
     host_ring
         Address of `HOST_RING` `HostToken` records in pinned memory.
-    stamps, stamp_ring, stamp_serial, stamp_rows
+    stamps, stamp_ring, stamp_serial, stamp_rows, stamp_stride
         Where kernels leave their times, and where a last kernel moves them; 0 compiles stamping out.
     """
     c = plans.config
@@ -205,16 +220,18 @@ def build_program(
 
     def matvec(kind: str, region: str, row: Kernel, **fields: Any) -> MatvecPlan:
         plan = plans.plan(kind, region)
-        values = dict(
+        args = MatvecArgs(
             w0=weights[region], n_part=n_part, eps=c.norm_eps, clip=c.qkv_clip, in_scale=_ACT_SCALE, head_dim=c.head_dim,
             rotary_dim=c.rotary_dim, seq_len=plans.seq_len, q_dim=c.q_dim, kv_dim=c.kv_dim, n_experts=c.n_experts,
             n_active=c.n_experts_active, state=work["state"],
         )  # fmt: skip
-        add(plan.spec, row, (plan.grid, 1), plan.block, plan.smem, MatvecArgs(**{**values, **fields}))
+        for name, value in fields.items():
+            setattr(args, name, value)
+        add(plan.spec, row, (plan.grid, 1), plan.block, plan.smem, args)
         return plan
 
     rms = c.norm_type == "rmsnorm"
-    normed = dict(x16=work["x16"] if rms else 0, x32=work["x32"], part=work["part"])
+    normed = {"x16": work["x16"] if rms else 0, "x32": work["x32"], "part": work["part"]}
     router_name = _matvec_name(c, "rows")
 
     # -- embedding
@@ -285,8 +302,8 @@ def build_program(
                 rows=c.n_experts, cols=c.dim,
             )  # fmt: skip
         matvec(
-            "gateup", f"{i}.w1", Kernel("matmul_ffn_up", i, _matvec_name(c, "gateup")), **normed, g=mlp_norm, w1=weights[f"{i}.w3"],
-            y32=work["h32"], y16=work["h16"], router=work["router"], rows=2 * c.hidden_dim, cols=c.dim,
+            "gateup", f"{i}.w1", Kernel("matmul_ffn_up", i, _matvec_name(c, "gateup")), **normed, g=mlp_norm,
+            w1=weights[f"{i}.w3"], y32=work["h32"], y16=work["h16"], router=work["router"], rows=2 * c.hidden_dim, cols=c.dim,
         )  # fmt: skip
         down = matvec(
             "down", f"{i}.w2", Kernel("matmul_ffn_down", i, _matvec_name(c, "residual")), x16=work["h16"], x32=work["h32"],
@@ -299,14 +316,14 @@ def build_program(
     if ending != "none":
         region = "output" if "output" in weights else "embed"
         matvec(
-            "logits", region, Kernel("output", -1, _matvec_name(c, "rows")), **normed, g=weights["final_norm"], y32=work["logits"],
-            best=work["best"], rows=c.vocab_size, cols=c.dim,
+            "logits", region, Kernel("output", -1, _matvec_name(c, "rows")), **normed, g=weights["final_norm"],
+            y32=work["logits"], best=work["best"], rows=c.vocab_size, cols=c.dim,
         )  # fmt: skip
     if ending in ("greedy", "draw"):
         args = SampleArgs(
             **{n: work[n] for n in ("logits", "adjusted", "block_best", "block_sum", "scratch", "params", "state", "history")},
-            counter=work["counters"] + 4 * attention.grid[1], host_ring=host_ring, vocab=c.vocab_size, history_cap=plans.seq_len,
-            host_cap=HOST_RING, write_adjusted=int(ending == "draw"),
+            counter=work["counters"] + 4 * attention.grid[1], host_ring=host_ring, vocab=c.vocab_size,
+            history_cap=plans.seq_len, host_cap=HOST_RING, write_adjusted=int(ending == "draw"),
         )  # fmt: skip
         slice_words = -(-c.vocab_size // SAMPLE_BLOCKS // 32) + 1
         maximum, draw = sample_specs()
@@ -316,8 +333,9 @@ def build_program(
             add(draw, Kernel("sample", -1, "sample_draw"), (1, 1), 1024, 0, again)
     if stamps:
         collect = CollectArgs(
-            stamps=stamps, ring=stamp_ring, serial=stamp_serial, n=len(rows), rows=stamp_rows, state=work["state"]
-        )
+            stamps=stamps, ring=stamp_ring, serial=stamp_serial, n=len(rows), rows=stamp_rows, stride=stamp_stride,
+            state=work["state"],
+        )  # fmt: skip
         launches.append(Launch(compile_kernel(collect_spec()), (1, 1), 256, 0, (collect,)))
     return StepProgram(tuple(launches), tuple(rows))
 

@@ -1,0 +1,549 @@
+"""The CUDA engine: one graph a step, replayed; the chosen token never leaves the GPU before it is used.
+
+`CudaEngine` owns the memory and the graphs. What a step consists of is in `cuda_program`, sizes are in `cuda_memory` and
+the plans, and everything that touches the GPU goes through `cuda_device`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from calmnb.config import KvDtype, ModelConfig
+from calmnb.engine.base import EngineInfo, FullPolicy, Phase, Recorder, Weights
+from calmnb.engine.cuda_device import CudaDevice, Gpu, Launch
+from calmnb.engine.cuda_memory import MemoryPlan
+from calmnb.engine.cuda_ops import HOST_RING, STATE_WORDS, HostToken, SampleParams, state_words
+from calmnb.engine.cuda_program import (
+    HOST_RING_BYTES,
+    Ending,
+    StepProgram,
+    activation_layout,
+    build_program,
+    cache_bytes,
+    make_plans,
+)
+from calmnb.engine.cuda_stamps import StampRing
+from calmnb.engine.cuda_weights import Layout, Region, UploadProgress, random_regions, upload, weight_regions
+from calmnb.engine.positions import Positions, check_kv_dtype, check_tokens
+from calmnb.errors import CalmnbError, ConfigError, DeviceError
+from calmnb.kernels import CompiledKernel, KernelSpec, compile_all
+from calmnb.sampler import Sampling
+
+__all__ = ["CudaEngine", "Decoded", "open_cuda_engine"]
+
+#: Half products of two weights and two activations stay in range below this weight (cuda_matvec's wide kernel beyond).
+_WIDE_FROM = 256.0
+#: Steps queued beyond the token the caller has: enough to hide the host, few enough to stop within a moment.
+_AHEAD = 8
+_PROMPT_STATES = 256
+
+
+class Decoded(NamedTuple):
+    """A token chosen on the device: its id, its position and its log-probability under the model's own distribution."""
+
+    token: int
+    pos: int
+    logprob: float
+
+
+class CudaEngine:
+    """Compute logits, and choose tokens, on one NVIDIA GPU.
+
+    Parameters
+    ----------
+    config
+        The model.
+    regions
+        Its weights (`weight_regions`), or sizes alone (`random_regions`): the GPU then fills them with random numbers.
+    seq_len
+        KV-cache rows.
+    kv_dtype
+        "fp16" or "fp8" (E5M2).
+    on_full
+        "stop" or "roll".
+    gpu
+        Device; default: the first one.
+    progress
+        Called with a line of text while kernels compile and weights travel.
+    attention
+        Overrides for the geometry of the attention kernel, for experiments.
+
+    Attributes
+    ----------
+    info, config, seq_len, kv_dtype, on_full, recorder
+        As in `calmnb.engine.Engine`.
+    memory_plan : MemoryPlan
+
+    Raises
+    ------
+    DeviceError
+        If the memory does not suffice, before any is taken.
+    CompileError
+        If a kernel does not compile.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        regions: Sequence[Region],
+        *,
+        seq_len: int,
+        kv_dtype: KvDtype = "fp16",
+        on_full: FullPolicy = "stop",
+        gpu: Gpu | None = None,
+        progress: Callable[[str], None] | None = None,
+        upload_progress: UploadProgress | None = None,
+        attention: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_kv_dtype(kv_dtype)
+        self._positions = Positions(config, seq_len, on_full)
+        self.config = config
+        self.seq_len = seq_len
+        self.kv_dtype: KvDtype = kv_dtype
+        self.on_full: FullPolicy = on_full
+        self.recorder: Recorder | None = None
+        self._gpu: Gpu = gpu if gpu is not None else CudaDevice()
+        self._closed = False
+        self.info = EngineInfo("cuda", self._gpu.name, 0, "stamps")
+        self._compiled: dict[KernelSpec, CompiledKernel] = {}
+        self._graphs: dict[tuple[Ending, bool], Callable[[], None]] = {}
+        self._programs: dict[tuple[Ending, bool], StepProgram] = {}
+        self._stamps: StampRing | None = None
+        self._attention = dict(attention or {})
+        try:
+            self._open(regions, progress, upload_progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self, regions: Sequence[Region], progress: Callable[[str], None] | None, upload_progress: UploadProgress | None
+    ) -> None:
+        gpu, config = self._gpu, self.config
+        gpu.use()
+        self._plans = self._make_plans(frozenset())
+        weights_layout = Layout((r.name, r.nbytes) for r in regions)
+        work_layout = activation_layout(self._plans)
+        self.memory_plan = MemoryPlan(
+            weights=weights_layout.nbytes,
+            cache=cache_bytes(config, self.kv_dtype, self.seq_len),
+            work=work_layout.nbytes,
+            prefill=0,
+        )
+        free, total = gpu.memory()
+        self.memory_plan.check(
+            free,
+            total,
+            gpu.name,
+            seq_len=self.seq_len,
+            kv_dtype=self.kv_dtype,
+            bytes_per_token=config.kv_bytes_per_token(self.kv_dtype),
+        )
+        self._compile_step(progress)
+        self._weights = weights_layout.at(gpu.allocate(weights_layout.nbytes))
+        self._cache = gpu.allocate(self.memory_plan.cache)
+        self._states = gpu.pinned(_PROMPT_STATES * STATE_WORDS * 4).view(np.int32).reshape(_PROMPT_STATES, STATE_WORDS)
+        self._small = gpu.pinned(max(1 << 16, 4 * self.seq_len))
+        self._logits = gpu.pinned(-(-config.vocab_size // 64) * 256)
+        ring = gpu.pinned(HOST_RING_BYTES)
+        self._ring_address = ring.ctypes.data
+        self._ring = (HostToken * HOST_RING).from_address(self._ring_address)
+        if regions and regions[0].arrays:
+            upload(gpu, regions, self._weights, progress=upload_progress)
+        else:
+            self._fill(regions)
+        wide = self._wide_regions(regions)
+        if wide:
+            self._plans = self._make_plans(wide)
+            work_layout = activation_layout(self._plans)
+        self._work = work_layout.at(gpu.allocate(work_layout.nbytes))
+        frequencies = np.ascontiguousarray(config.rope_frequencies()[0], dtype=np.float64)
+        if frequencies.size:
+            self._put(self._work["frequencies"], frequencies.view(np.uint8))
+        gpu.wait()
+
+    def _make_plans(self, wide: frozenset[str]) -> Any:
+        gpu = self._gpu
+        return make_plans(
+            self.config, self.kv_dtype, self.seq_len, self.on_full, gpu.arch, gpu.sm_count, wide=wide, attention=self._attention
+        )
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    def step(self, token: int, pos: int) -> NDArray[np.float32]:
+        """Decode one token; see `calmnb.engine.Engine.step`."""
+        check_tokens(self.config, [token])
+        self._enter(pos, 1)
+        self._run_tokens([token], pos, "decode", last="logits")
+        return self._read_logits()
+
+    def prefill(self, tokens: Sequence[int], pos: int = 0, *, all_logits: bool = False) -> NDArray[np.float32]:
+        """Feed several tokens; see `calmnb.engine.Engine.prefill`."""
+        ids = [int(t) for t in check_tokens(self.config, tokens)]
+        self._enter(pos, len(ids))
+        if all_logits:
+            rows = np.empty((len(ids), self.config.vocab_size), np.float32)
+            for i, token in enumerate(ids):
+                self._run_tokens([token], pos + i, "prefill", last="logits")
+                rows[i] = self._read_logits()
+            return rows
+        self._run_tokens(ids, pos, "prefill", last="logits")
+        return self._read_logits()
+
+    def reset(self) -> None:
+        """Forget the sequence, so that the next position is 0."""
+        self._positions.end = 0
+
+    def close(self) -> None:
+        """Free all device and page-locked memory, graphs and modules. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._graphs.clear()
+        self._programs.clear()
+        self._stamps = None
+        for name in ("_states", "_small", "_logits", "_ring"):
+            self.__dict__.pop(name, None)
+        self._gpu.close()
+
+    def __enter__(self) -> CudaEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- tokens chosen on the device ----------------------------------------------------------------------------------
+
+    def decode_many(
+        self,
+        token: int,
+        pos: int,
+        n: int,
+        *,
+        sampling: Sampling | None = None,
+        rng_state: int = 1,
+        history: Sequence[int] = (),
+        n_ids: int | None = None,
+        ahead: int = _AHEAD,
+    ) -> Iterator[Decoded]:
+        """Decode up to `n` tokens without waiting for the host between them.
+
+        Parameters
+        ----------
+        token, pos
+            The last token of the sequence, not yet computed, and its position.
+        n
+            Tokens to choose; the sequence must fit (or roll).
+        sampling
+            How to choose; None means greedy without a repetition penalty.
+        rng_state
+            State of the xorshift64* generator (`calmnb.sampler.XorShift64.state`), nonzero.
+        history
+            The sequence up to and including `token`; only the repetition penalty reads it.
+        n_ids
+            Only ids below this are chosen.
+        ahead
+            Steps to queue beyond the token handed out.
+
+        Yields
+        ------
+        Decoded
+            In order. The caller may stop at any of them (close the generator): steps that ran ahead wrote only to
+            positions that are written again when the sequence goes on.
+
+        Raises
+        ------
+        ContextError
+            If `pos` does not fit.
+        CalmnbError
+            If the logits hold no finite maximum.
+        """
+        check_tokens(self.config, [token])
+        self._enter(pos, 1)
+        if self.on_full == "stop":
+            n = min(n, self.seq_len - pos)
+        ids = min(n_ids or self.config.vocab_size, self.config.vocab_size)
+        s = sampling if sampling is not None else Sampling(min_p=0.0)
+        ending: Ending = "greedy" if s.is_greedy else "draw"
+        stamped = self.recorder is not None
+        run = self._graph(ending, stamped)
+        self._put(self._work["params"], np.frombuffer(bytes(_params(s, rng_state, ids)), np.uint8))
+        if s.repetition_penalty != 1.0 and s.repetition_range != 0:
+            self._put_history(history, pos)
+        self._put(self._work["state"], np.array(state_words(token, pos, self.seq_len), np.int32).view(np.uint8))
+        for entry in self._ring:
+            entry.step = 0
+        launched = 0
+        last_event = None
+        try:
+            for i in range(n):
+                # Once the cache rolls, a step cannot be undone: then nothing runs ahead of the caller.
+                reach = i + 1 if pos + launched >= self.seq_len else min(n, i + 1 + ahead)
+                if launched < reach:
+                    while launched < reach and (launched <= i or pos + launched < self.seq_len):
+                        run()
+                        launched += 1
+                    last_event = self._gpu.mark()
+                entry = self._await(i, last_event)
+                self._positions.end = pos + i + 1
+                if stamped:
+                    self._record("decode", pos + i)
+                if entry.token < 0:
+                    raise CalmnbError(
+                        f"the logit of token {-1 - entry.token} is {entry.logprob}: the model's numbers have overflowed or its "
+                        "weights are damaged. Check the file with `calmnb info`; fp16 weights or an fp16 KV cache have more range"
+                    )
+                yield Decoded(entry.token, pos + i + 1, entry.logprob)
+        finally:
+            if not self._closed:
+                self._gpu.use()
+                self._gpu.wait()
+                if self._stamps is not None:
+                    self._stamps.skip()
+
+    def _await(self, index: int, event: Any) -> HostToken:
+        """Wait for token `index` of this run: spin briefly, then doze; the GPU has more steps queued meanwhile."""
+        entry = self._ring[index % HOST_RING]
+        wanted = index + 1
+        began = time.perf_counter()
+        while entry.step != wanted:
+            waited = time.perf_counter() - began
+            if waited > 30e-6:
+                time.sleep(20e-6)
+            if waited > 0.2 and self._gpu.reached(event) and entry.step != wanted:
+                raise DeviceError(f"{self._gpu.name}: step {index} ended without a token; this is a bug in calmnb")
+        return HostToken.from_buffer_copy(entry)
+
+    # -- running steps ------------------------------------------------------------------------------------------------
+
+    def _enter(self, pos: int, n: int) -> None:
+        if self._closed:
+            raise ConfigError("this engine was closed; open the model again")
+        self._positions.check(pos, n)
+        self._gpu.use()
+
+    def _run_tokens(self, ids: Sequence[int], pos: int, phase: Phase, *, last: Ending) -> None:
+        """Run a step for each token; only the last one ends in `last`."""
+        stamped = self.recorder is not None
+        for i, token in enumerate(ids):
+            slot = i % _PROMPT_STATES
+            if i and slot == 0:
+                self._gpu.wait()  # the page-locked states are about to be written again
+            self._states[slot] = state_words(token, pos + i, self.seq_len)
+            self._gpu.to_device(self._work["state"], self._states[slot].view(np.uint8))
+            self._graph(last if i == len(ids) - 1 else "none", stamped)()
+            if stamped:
+                self._gpu.wait()
+                self._record(phase, pos + i)
+        if last == "logits":
+            self._gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
+        self._gpu.wait()
+        self._positions.end = pos + len(ids)
+
+    def _read_logits(self) -> NDArray[np.float32]:
+        return self._logits.view(np.float32)[: self.config.vocab_size]
+
+    def _record(self, phase: Phase, pos: int) -> None:
+        if self.recorder is None or self._stamps is None:
+            return
+        self._stamps.forward(self.recorder, phase, pos, self._positions.length(pos))
+
+    def _graph(self, ending: Ending, stamped: bool) -> Callable[[], None]:
+        key = (ending, stamped)
+        graph = self._graphs.get(key)
+        if graph is None:
+            program = self.program(ending, stamped=stamped)
+            graph = self._graphs[key] = self._gpu.capture(program.launches)
+            if stamped:
+                assert self._stamps is not None
+                kernels = program.kernels
+
+                def run_stamped(inner: Callable[[], None] = graph) -> None:
+                    assert self._stamps is not None
+                    self._stamps.begin(kernels)
+                    inner()
+
+                graph = self._graphs[key] = run_stamped
+        return graph
+
+    def program(self, ending: Ending, *, stamped: bool = False) -> StepProgram:
+        """List the launches of a step that ends in `ending`."""
+        key = (ending, stamped)
+        if key not in self._programs:
+            if stamped and self._stamps is None:
+                self._stamps = StampRing(self._gpu, n_kernels=8 * self.config.n_layers + 16)
+            places = self._stamps.places() if stamped and self._stamps is not None else {}
+            self._programs[key] = build_program(
+                self._plans,
+                self._compile,
+                self._weights,
+                self._work,
+                self._cache,
+                ending,
+                host_ring=self._ring_address,
+                **places,
+            )
+        return self._programs[key]
+
+    def _compile(self, spec: KernelSpec) -> CompiledKernel:
+        if spec not in self._compiled:
+            self._compiled.update(compile_all([spec], self._gpu.arch))
+        return self._compiled[spec]
+
+    def _compile_step(self, progress: Callable[[str], None] | None) -> None:
+        """Compile what every step needs, several kernels at a time."""
+        wanted: dict[KernelSpec, None] = {}
+        plans = self._plans
+
+        def note(spec: KernelSpec) -> Any:
+            wanted[spec] = None
+            return None
+
+        zero = _Zeros()
+        endings: tuple[Ending, ...] = ("logits", "draw")
+        for ending in endings:
+            build_program(plans, note, zero, zero, 0, ending)
+        if progress is not None:
+            progress(f"compiling {len(wanted)} CUDA kernels for {self._gpu.arch} (kept for the next time)")
+        self._compiled.update(compile_all(wanted, self._gpu.arch))
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _put(self, address: int, data: NDArray[np.uint8]) -> None:
+        """Copy a few bytes to the device and wait."""
+        staged = self._small[: data.nbytes]
+        staged[:] = data.reshape(-1)
+        self._gpu.to_device(address, staged)
+        self._gpu.wait()
+
+    def _put_history(self, history: Sequence[int], pos: int) -> None:
+        """Lay the sequence out by position, as the sampling kernel reads it."""
+        size = self.seq_len
+        row = np.zeros(size, np.int32)
+        known = list(history)[-min(len(history), size) :]
+        for back, token in enumerate(reversed(known)):
+            if pos - back >= 0:
+                row[(pos - back) % size] = token
+        self._put(self._work["history"], row.view(np.uint8))
+
+    def _fill(self, regions: Sequence[Region]) -> None:
+        """Random weights: matrices uniform around 0 with the spread that keeps activations level, norms near 1."""
+        kernel = self._compile(KernelSpec("fill_random", "cache.cu"))
+        scales = {16: 1.0, 8: 1.0, 4: 0.6, 32: 1.0}
+        launches = []
+        for seed, region in enumerate(regions, start=1):
+            scale = scales[region.bits] * math.sqrt(3.0 / self.config.dim)
+            args = (
+                ctypes.c_uint64(self._weights[region.name]),
+                ctypes.c_int64(region.nbytes // 4),
+                ctypes.c_uint32(seed),
+                ctypes.c_int32(region.bits),
+                ctypes.c_float(scale),
+            )
+            launches.append(Launch(kernel, (self._gpu.sm_count * 8, 1), 256, 0, args, dependent=False))
+        self._gpu.launch(launches)
+        self._gpu.wait()
+
+    def _wide_regions(self, regions: Sequence[Region]) -> frozenset[str]:
+        """Matrices with weights so large that products in half precision could overflow."""
+        matrices = [r for r in regions if r.bits != 32]
+        kernel = self._compile(KernelSpec("weight_peak", "cache.cu"))
+        peaks = self._gpu.allocate(4 * len(matrices))
+        launches = []
+        for i, region in enumerate(matrices):
+            args = (
+                ctypes.c_uint64(self._weights[region.name]),
+                ctypes.c_int64(region.nbytes // 4),
+                ctypes.c_int32(region.bits),
+                ctypes.c_uint64(peaks + 4 * i),
+            )
+            launches.append(Launch(kernel, (self._gpu.sm_count * 8, 1), 256, 0, args, dependent=False))
+        self._gpu.launch(launches)
+        staged = self._small[: 4 * len(matrices)]
+        self._gpu.to_host(staged, peaks)
+        self._gpu.wait()
+        self._gpu.release(peaks)
+        found = staged.view(np.float32)
+        return frozenset(r.name for r, peak in zip(matrices, found, strict=True) if not peak < _WIDE_FROM)
+
+
+class _Zeros(dict[str, int]):
+    """Addresses for a program that is only listed, never run."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+    def get(self, key: str, default: int | None = None) -> int:  # type: ignore[override]
+        return 0
+
+
+def _params(s: Sampling, rng_state: int, n_ids: int) -> SampleParams:
+    """Sampling settings as the kernels read them; the arithmetic is the sampler's, in float32."""
+    t = np.float32(s.temperature)
+    offset = float(np.float32(math.log(s.min_p)) * t) if s.min_p > 0 else -math.inf
+    return SampleParams(
+        temperature=float(t),
+        inverse_temperature=0.0,
+        penalty=s.repetition_penalty,
+        min_p_offset=offset,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        greedy=int(s.is_greedy),
+        n_ids=n_ids,
+        penalty_range=s.repetition_range if s.repetition_penalty != 1.0 else 0,
+        rng=rng_state,
+    )
+
+
+def open_cuda_engine(
+    weights: Weights,
+    *,
+    seq_len: int,
+    kv_dtype: KvDtype = "fp16",
+    on_full: FullPolicy = "stop",
+    progress: Callable[[str], None] | None = None,
+    gpu: Gpu | None = None,
+    pdl: bool | None = None,
+    upload_progress: UploadProgress | None = None,
+) -> CudaEngine:
+    """Open a model on the GPU.
+
+    Parameters
+    ----------
+    weights
+        Views into the mapped file; copied tensor by tensor.
+    seq_len, kv_dtype, on_full, progress
+        See `CudaEngine`.
+    gpu
+        Device; default: the first one.
+    pdl
+        Programmatic dependent launch; default: on where the GPU has it, unless ``CALMNB_PDL=0``.
+    upload_progress
+        Called with bytes done, bytes in all, tensor name.
+    """
+    if gpu is None:
+        gpu = CudaDevice() if pdl is None else CudaDevice(pdl=pdl)
+    return CudaEngine(
+        weights.config,
+        weight_regions(weights),
+        seq_len=seq_len,
+        kv_dtype=kv_dtype,
+        on_full=on_full,
+        gpu=gpu,
+        progress=progress,
+        upload_progress=upload_progress,
+    )
+
+
+def open_random_engine(
+    config: ModelConfig, *, is_tied: bool, seq_len: int, kv_dtype: KvDtype = "fp16", **options: Any
+) -> CudaEngine:
+    """Open a model of random weights made on the GPU, for benchmarks: no file, any size."""
+    return CudaEngine(config, random_regions(config, is_tied=is_tied), seq_len=seq_len, kv_dtype=kv_dtype, **options)

@@ -1,0 +1,97 @@
+"""Times of every kernel, read while the GPU runs on.
+
+Kernels note %globaltimer at their first block's start and their last block's end; a last small kernel of the step moves
+those notes into a ring in page-locked host memory. The host only ever reads memory: it asks the GPU for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from calmnb.engine.base import Kernel, Phase, Recorder
+from calmnb.engine.cuda_device import Gpu
+from calmnb.errors import DeviceError
+
+__all__ = ["STAMP_ROWS", "StampRing"]
+
+#: Steps that the ring holds.
+STAMP_ROWS = 4096
+#: Seconds after which the offset between the two clocks is measured again.
+_CALIBRATION_S = 5.0
+
+
+class StampRing:
+    """The ring, and the way from the GPU's clock to ``time.perf_counter``.
+
+    Parameters
+    ----------
+    gpu
+        Where the kernels run.
+    n_kernels : int
+        The most kernels a step may have.
+    rows : int
+        Steps the ring holds; a reader that falls further behind loses the oldest.
+    """
+
+    def __init__(self, gpu: Gpu, n_kernels: int, rows: int = STAMP_ROWS) -> None:
+        self._n = n_kernels
+        self.rows = rows
+        self._stride = 2 * n_kernels + 2
+        self._ring = gpu.pinned(8 * rows * self._stride).view(np.uint64)
+        self._stamps = gpu.allocate(16 * n_kernels + 16)
+        self._serial = self._stamps + 16 * n_kernels
+        initial = gpu.pinned(16 * n_kernels)
+        initial.view(np.uint64)[0::2] = np.iinfo(np.uint64).max
+        gpu.to_device(self._stamps, initial)
+        gpu.wait()
+        gpu.release(initial.ctypes.data)
+        self._queued: list[Sequence[Kernel]] = []
+        self._read = 0
+        self._offset = float("inf")
+        self._calibrated = -float("inf")
+
+    def places(self) -> dict[str, int]:
+        """Addresses that `build_program` needs."""
+        return {
+            "stamps": self._stamps,
+            "stamp_ring": self._ring.ctypes.data,
+            "stamp_serial": self._serial,
+            "stamp_rows": self.rows,
+            "stamp_stride": self._stride,
+        }
+
+    def begin(self, kernels: Sequence[Kernel]) -> None:
+        """Note that a step with these kernels is about to be queued."""
+        self._queued.append(kernels)
+
+    def skip(self) -> None:
+        """Pass over the steps that were queued but that nobody will ask for."""
+        self._read += len(self._queued)
+        self._queued.clear()
+
+    def forward(self, recorder: Recorder, phase: Phase, pos: int, kv_len: int, *, timeout_s: float = 2.0) -> None:
+        """Hand the oldest unread step to `recorder`, waiting for it if it is still on its way."""
+        kernels = self._queued.pop(0)
+        n = len(kernels)
+        serial = self._read
+        self._read += 1
+        first = (serial % self.rows) * self._stride
+        row = self._ring[first : first + 2 * n + 2]
+        began = time.perf_counter()
+        while int(row[0]) != serial + 1:
+            if time.perf_counter() - began > timeout_s:
+                raise DeviceError("the times of a step did not arrive; this is a bug in calmnb, please report it")
+            time.sleep(0)
+        now = time.perf_counter()
+        times = row[2:].astype(np.float64).reshape(n, 2) * 1e-9
+        last = float(times[:, 1].max())
+        if now - last < self._offset or now - self._calibrated > _CALIBRATION_S:
+            self._offset = now - last
+            self._calibrated = now
+        times += self._offset
+        recorder.add(
+            phase, pos, kv_len, 1, kernels, times[:, 0], times[:, 1], float(times[:, 0].min()), float(times[:, 1].max())
+        )
