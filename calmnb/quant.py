@@ -175,7 +175,8 @@ def encode_gf4(x: NDArray[Any]) -> NDArray[np.uint32]:
 
 def _gf4_block(groups: NDArray[Any]) -> NDArray[np.uint32]:
     # One contiguous row per place in the group: the search for the largest element is then seven whole-row passes.
-    x = np.ascontiguousarray(groups.T, dtype=np.float32)
+    # A copy even where a lone group needs no transposing: x is divided in place.
+    x = np.array(groups.T, dtype=np.float32, order="C", copy=True)
     size = np.abs(x)
     largest = size.max(axis=0)
     scale = x[7].copy()
