@@ -191,6 +191,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         for name, cost in _FILTER_COSTS.items():
             self.filters[name] = _measured(self.filters[name], cost)
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Refuse at once; Jinja would let a template print such an attribute as nothing."""
+        raise SecurityError(f"attribute {attribute!r} of a {type(obj).__name__}")
+
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Join rendered pieces; Jinja calls it for macros and ``{% set %}`` blocks."""

@@ -290,11 +290,13 @@ class Generation(Iterator[Token]):
         logprob = _logprob(logits[: self._model.n_ids], token)
         self._sequence.append(token)
         self.token_ids.append(token)
-        text, stopped = self._watch.push(self._stream.push(token))
+        ends = token in self._stop_ids
+        # A stop id may be an ordinary token (calm reads a list of them as token 0); it is never shown.
+        text, stopped = self._watch.push("" if ends else self._stream.push(token))
         reason: StopReason | None = None
         if stopped:
             reason = "stop"
-        elif token in self._stop_ids:
+        elif ends:
             reason = "eos"
         elif len(self.token_ids) >= self._max_tokens:
             reason = "length"
