@@ -272,5 +272,3 @@ def _stage_limit(
         flops = one.flops * padded * times
     by_memory, by_compute = nbytes / gb_per_s / 1e9, flops / tflops / 1e12
     return StageLimit(stage, nbytes, flops, max(by_memory, by_compute), "memory" if by_memory >= by_compute else "compute")
-
-

@@ -1,0 +1,21 @@
+"""Figures of a `Session`, each a function that returns a matplotlib Figure; light or dark, legible at 800 pixels.
+
+They draw the session's own tables and compute nothing a test could not check there. No pyplot: nothing is shown or kept.
+"""
+
+from __future__ import annotations
+
+from calmnb.plots.costs import kv_cost, latency, layers, speed_of_light
+from calmnb.plots.rooflines import intensity_roofline, roofline
+from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
+
+__all__ = [
+    "STAGE_COLORS",
+    "STAGE_LABELS",
+    "intensity_roofline",
+    "kv_cost",
+    "latency",
+    "layers",
+    "roofline",
+    "speed_of_light",
+]
