@@ -298,7 +298,7 @@ class CudaEngine:
                 if entry.token < 0:
                     raise CalmnbError(
                         f"the logit of token {-1 - entry.token} is {entry.logprob}: the model's numbers have overflowed or its "
-                        "weights are damaged. Check the file with `calmnb info`; fp16 weights or an fp16 KV cache have more range"
+                        "weights are damaged. Check the file with `calmnb info`; fp16 weights and an fp16 cache have more range"
                     )
                 yield Decoded(entry.token, pos + i + 1, entry.logprob)
         finally:
@@ -320,6 +320,45 @@ class CudaEngine:
             if waited > 0.2 and self._gpu.reached(event) and entry.step != wanted:
                 raise DeviceError(f"{self._gpu.name}: step {index} ended without a token; this is a bug in calmnb")
         return HostToken.from_buffer_copy(entry)
+
+    # -- for benchmarks -----------------------------------------------------------------------------------------------
+
+    @property
+    def gpu(self) -> Gpu:
+        """The device underneath."""
+        return self._gpu
+
+    def pretend_cached(self, n: int) -> None:
+        """Fill the KV cache with random numbers and take the first `n` positions as cached: speed at a context, without
+        feeding one."""
+        if n > self.seq_len:
+            raise ConfigError(f"{n} cached positions were asked for; the cache has {self.seq_len}")
+        self._gpu.use()
+        kernel = self._compile(KernelSpec("fill_random", "cache.cu"))
+        bits = 16 if self.kv_dtype == "fp16" else 8
+        args = (
+            ctypes.c_uint64(self._cache),
+            ctypes.c_int64(self.memory_plan.cache // 4),
+            ctypes.c_uint32(99),
+            ctypes.c_int32(bits),
+            ctypes.c_float(1.0),
+        )
+        self._gpu.launch([Launch(kernel, (self._gpu.sm_count * 8, 1), 256, 0, args, dependent=False)])
+        self._gpu.wait()
+        self._positions.end = n
+
+    def time_graph(self, pos: int, n: int) -> float:
+        """Seconds a step, of `n` greedy steps from `pos` queued back to back: the GPU's own time, without the loop."""
+        self._enter(pos, 1)
+        run = self._graph("greedy", False)
+        self._put(self._work["params"], np.frombuffer(bytes(_params(Sampling(), 1, self.config.vocab_size)), np.uint8))
+        self._put(self._work["state"], np.array(state_words(1, pos, self.seq_len), np.int32).view(np.uint8))
+
+        def queue() -> None:
+            for _ in range(n):
+                run()
+
+        return self._gpu.time_call(queue) / n
 
     # -- running steps ------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,10 @@ class Gpu(Protocol):
         """Make a graph of kernels; the returned function queues it."""
         ...
 
+    def time_call(self, call: Callable[[], None]) -> float:
+        """Seconds between two events around what `call` queues."""
+        ...
+
     def mark(self) -> Any:
         """Return an event that fires when everything queued so far is done."""
         ...
@@ -165,7 +169,7 @@ class CudaDevice:
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             free, total = self.memory()
             raise DeviceError(
-                f"{self.name}: {nbytes / 2**30:.2f} GiB were asked for, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free, "
+                f"{self.name}: {nbytes / 2**30:.2f} GiB asked for, {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free, "
                 f"and the allocation failed: {error}. Close other programs that use the GPU, or use a smaller seq_len"
             ) from error
         self._memory[memory.ptr] = memory
@@ -235,6 +239,19 @@ class CudaDevice:
                 self._check((error,), "graph launch")
 
         return run
+
+    def time(self, launches: Sequence[Launch]) -> float:
+        """Seconds between two events around `launches`."""
+        return self.time_call(lambda: self.launch(launches))
+
+    def time_call(self, call: Callable[[], None]) -> float:
+        """Seconds between two events around what `call` queues."""
+        begin, end = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        begin.record(self._stream)
+        call()
+        end.record(self._stream)
+        end.synchronize()
+        return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e-3
 
     def mark(self) -> Any:
         """Return an event that fires when everything queued so far is done."""

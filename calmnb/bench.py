@@ -1,0 +1,367 @@
+"""How fast decoding is: whole token loops, timed, with tokens delivered to the caller.
+
+A row is the median of several runs with its spread, never a lone best, and says its bytes: tok/s alone cannot be judged.
+Shapes without a checkpoint run with random weights made on the GPU, because speed does not depend on their values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from calmnb.config import KvDtype, ModelConfig, WeightDtype
+from calmnb.engine import DeviceName
+from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
+from calmnb.errors import ConfigError
+from calmnb.shapes import SHAPES, TIED, shape_config
+
+__all__ = ["BenchRow", "append_results", "bench", "format_rows", "measure_read"]
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """One line of a benchmark.
+
+    Attributes
+    ----------
+    model, dtype, kv_dtype, engine, device : str
+    context : int
+        Positions cached before the first timed token.
+    tok_per_s, ms_per_token : float
+        Median over `runs`.
+    ms_p20, ms_p80 : float
+        Spread over `runs`, ms per token.
+    runs, tokens : int
+        Runs, and timed tokens in each.
+    bytes_per_token : int
+        Weights and KV cache that a token must read.
+    gb_per_s : float
+        `bytes_per_token` over the median time, GB = 1e9 bytes.
+    percent_datasheet, percent_measured : float or None
+        `gb_per_s` against the maker's bandwidth, and against our own read kernel; None where unknown.
+    graph_ms : float or None
+        A step's graph replayed without the loop, ms.
+    versions : dict
+        Library versions, driver, clocks.
+    date : str
+        UTC.
+    """
+
+    model: str
+    dtype: str
+    kv_dtype: str
+    engine: str
+    device: str
+    context: int
+    tok_per_s: float
+    ms_per_token: float
+    ms_p20: float
+    ms_p80: float
+    runs: int
+    tokens: int
+    bytes_per_token: int
+    gb_per_s: float
+    percent_datasheet: float | None
+    percent_measured: float | None
+    graph_ms: float | None
+    versions: dict[str, str]
+    date: str
+
+
+def bench(
+    model: str | Path,
+    *,
+    dtype: WeightDtype | None = None,
+    contexts: Sequence[int] = (0, 4000),
+    kv_dtype: KvDtype = "fp16",
+    device: DeviceName = "auto",
+    runs: int = 5,
+    tokens: int = 128,
+    threads: int | None = None,
+    measured_peak: float | None = None,
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> list[BenchRow]:
+    """Time greedy decoding.
+
+    Parameters
+    ----------
+    model
+        A ``.calm`` file, or a shape's name (`calmnb.shapes.SHAPES`), which runs with random weights on a GPU.
+    dtype
+        Weight storage of a shape; a file has its own.
+    contexts
+        Positions cached before timing starts (their keys and values are made up on a GPU, fed on a CPU).
+    kv_dtype
+        KV-cache storage.
+    device
+        "auto", "cuda" or "cpu".
+    runs, tokens
+        Runs, and timed tokens in each.
+    threads
+        CPU threads.
+    measured_peak
+        Bandwidth of our own read kernel, GB/s; measured when None.
+    progress
+        Called with a line of text before each part.
+    **options
+        For `calmnb.engine.cuda.CudaEngine`.
+
+    Returns
+    -------
+    list of BenchRow
+        One a context.
+
+    Raises
+    ------
+    ConfigError
+        For a name that is neither a file nor a shape, or contexts beyond what the model can hold.
+    """
+    if runs < 1 or tokens < 2 or not contexts or min(contexts) < 0:
+        raise ConfigError(
+            f"bench: runs {runs}, tokens {tokens}, contexts {list(contexts)}: at least 1, 2, and one >= 0 are needed"
+        )
+    say = progress or (lambda line: None)
+    is_shape = not Path(model).exists()
+    if is_shape and str(model) not in SHAPES:
+        raise ConfigError(f"{str(model)!r} is neither a file nor one of the shapes {', '.join(SHAPES)}")
+    seq_len = max(contexts) + tokens + 2
+    if is_shape:
+        if device == "cpu":
+            raise ConfigError("a shape runs with random weights made on a GPU; for the CPU give a .calm file")
+        config = shape_config(str(model), dtype or "fp16")
+        from calmnb.engine.cuda import open_random_engine
+
+        say(f"{model} {config.dtype}: making random weights")
+        engine = open_random_engine(
+            config, is_tied=str(model) in TIED, seq_len=seq_len, kv_dtype=kv_dtype, progress=progress, **options
+        )
+        with engine:
+            return _bench_cuda(engine, str(model), contexts, runs, tokens, measured_peak, say)
+    from calmnb.checkpoint import open_calm
+    from calmnb.engine import open_engine
+
+    with open_calm(Path(model)) as file:
+        opened = open_engine(
+            file.weights,
+            device=device,
+            seq_len=seq_len,
+            kv_dtype=kv_dtype,
+            threads=threads,
+            progress=progress,
+        )
+        try:
+            if opened.info.engine == "cuda":
+                return _bench_cuda(opened, Path(model).name, contexts, runs, tokens, measured_peak, say)
+            return _bench_steps(opened, Path(model).name, contexts, runs, tokens, measured_peak, say)
+        finally:
+            opened.close()
+
+
+def _bench_cuda(
+    engine: Any, name: str, contexts: Sequence[int], runs: int, tokens: int, measured: float | None, say: Callable[[str], None]
+) -> list[BenchRow]:
+    if measured is None:
+        say("measuring the read bandwidth")
+        measured = measure_read(engine.gpu)
+    rows = []
+    for context in contexts:
+        say(f"{name} {engine.config.dtype}, {engine.kv_dtype} KV, context {context}")
+        engine.pretend_cached(context)
+        times = []
+        for run in range(runs + 1):
+            started = 0.0
+            for i, _ in enumerate(engine.decode_many(1, context, tokens + 1)):
+                if i == 0:
+                    started = time.perf_counter()
+            if run:  # the first is warm-up
+                times.append((time.perf_counter() - started) / tokens)
+        rows.append(_row(engine, name, context, times, tokens, measured, engine.time_graph(context, tokens)))
+    return rows
+
+
+def _bench_steps(
+    engine: Any, name: str, contexts: Sequence[int], runs: int, tokens: int, measured: float | None, say: Callable[[str], None]
+) -> list[BenchRow]:
+    rows = []
+    if measured is None:
+        from calmnb.profile.bandwidth import measure_bandwidth
+
+        say("measuring the read bandwidth")
+        measured = measure_bandwidth(engine.info.threads).gb_per_s
+    for context in sorted(contexts):
+        say(f"{name}, context {context}: feeding the context")
+        fed = 0
+        while fed < context:
+            n = min(256, context - fed)
+            engine.prefill([1] * n, fed)
+            fed += n
+        times = []
+        for run in range(runs + 1):
+            say(f"{name}, context {context}: run {run} of {runs}")
+            token = int(np.argmax(engine.step(1, context)))
+            started = time.perf_counter()
+            for i in range(1, tokens + 1):
+                token = int(np.argmax(engine.step(token, context + i)))
+            if run:
+                times.append((time.perf_counter() - started) / tokens)
+        rows.append(_row(engine, name, context, times, tokens, measured, None))
+    return rows
+
+
+def _row(
+    engine: Any, name: str, context: int, times: list[float], tokens: int, measured: float | None, graph_s: float | None
+) -> BenchRow:
+    from calmnb.profile.device import find_device
+
+    config: ModelConfig = engine.config
+    median = statistics.median(times)
+    low, high = (float(x) for x in np.percentile(times, [20, 80]))
+    # The timed tokens stand at context + 1 ... context + tokens: the mean length they attend to.
+    length = context + (tokens + 3) // 2
+    nbytes = weight_bytes_per_token(config) + kv_bytes(config, length, kv_dtype=engine.kv_dtype)
+    rate = nbytes / median / 1e9
+    found = find_device(engine.info.device)
+    datasheet = found.gb_per_s if found else None
+    return BenchRow(
+        model=name,
+        dtype=config.dtype,
+        kv_dtype=engine.kv_dtype,
+        engine=engine.info.engine,
+        device=engine.info.device,
+        context=context,
+        tok_per_s=1 / median,
+        ms_per_token=median * 1e3,
+        ms_p20=low * 1e3,
+        ms_p80=high * 1e3,
+        runs=len(times),
+        tokens=tokens,
+        bytes_per_token=nbytes,
+        gb_per_s=rate,
+        percent_datasheet=100 * rate / datasheet if datasheet else None,
+        percent_measured=100 * rate / measured if measured else None,
+        graph_ms=graph_s * 1e3 if graph_s else None,
+        versions=_versions(engine.info.engine),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def measure_read(gpu: Any, *, nbytes: int = 4 << 30, repeats: int = 9) -> float:
+    """Bandwidth of a kernel that reads and does nothing else, GB/s: the best of a few grids, each the median of repeats."""
+    import ctypes
+
+    from calmnb.engine.cuda_device import Launch
+    from calmnb.kernels import KernelSpec, compile_kernel
+
+    kernel = compile_kernel(KernelSpec("read_bytes", "cache.cu"), gpu.arch)
+    fill = compile_kernel(KernelSpec("fill_random", "cache.cu"), gpu.arch)
+    nbytes = min(nbytes, gpu.memory()[0] // 2)
+    buffer = gpu.allocate(nbytes)
+    try:
+        words = (
+            ctypes.c_uint64(buffer),
+            ctypes.c_int64(nbytes // 4),
+            ctypes.c_uint32(7),
+            ctypes.c_int32(8),
+            ctypes.c_float(1.0),
+        )
+        gpu.launch([Launch(fill, (gpu.sm_count * 8, 1), 256, 0, words, dependent=False)])
+        best = 0.0
+        for blocks in (1, 2, 4):
+            grid = gpu.sm_count * blocks
+            count = nbytes // 16 // (grid * 4096) * (grid * 4096)
+            args = (ctypes.c_uint64(buffer), ctypes.c_int64(count), ctypes.c_uint64(buffer))
+            launch = Launch(kernel, (grid, 1), 512, 0, args, dependent=False)
+            times = [gpu.time([launch]) for _ in range(repeats + 1)][1:]
+            best = max(best, 16 * count / statistics.median(times) / 1e9)
+        return best
+    finally:
+        gpu.release(buffer)
+
+
+def format_rows(rows: Sequence[BenchRow]) -> str:
+    """Rows as a plain table.
+
+    Examples
+    --------
+    >>> print(format_rows([]).split()[0])
+    model
+    """
+    head = ("model", "dtype", "kv", "context", "tok/s", "ms/token", "p20..p80", "GB/s", "% sheet", "% read", "graph ms")
+    lines = [head]
+    for r in rows:
+        lines.append(
+            (
+                r.model,
+                r.dtype,
+                r.kv_dtype,
+                str(r.context),
+                f"{r.tok_per_s:.1f}",
+                f"{r.ms_per_token:.4f}",
+                f"{r.ms_p20:.4f}..{r.ms_p80:.4f}",
+                f"{r.gb_per_s:.0f}",
+                "-" if r.percent_datasheet is None else f"{r.percent_datasheet:.1f}",
+                "-" if r.percent_measured is None else f"{r.percent_measured:.1f}",
+                "-" if r.graph_ms is None else f"{r.graph_ms:.4f}",
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if i > 2 else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def append_results(path: str | Path, rows: Sequence[BenchRow]) -> None:
+    """Add rows to a file of JSON lines; what is there stays."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+def _versions(engine: str) -> dict[str, str]:
+    import importlib.metadata
+    import platform
+
+    found = {"python": platform.python_version()}
+    for package in ("calmnb", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if engine == "cuda":
+        found |= _nvml()
+    return found
+
+
+def _nvml() -> dict[str, str]:
+    """Driver and clocks, where NVML answers."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            driver = pynvml.nvmlSystemGetDriverVersion()
+            return {
+                "driver": driver.decode() if isinstance(driver, bytes) else str(driver),
+                "sm_mhz": str(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)),
+                "memory_mhz": str(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM)),
+            }
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:  # NVML is a courtesy here: a benchmark without clocks is still one
+        return {}
