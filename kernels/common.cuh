@@ -1,0 +1,106 @@
+// What every kernel shares: dependent launch, ordered loads, cp.async, stamps, the words of the step state.
+#pragma once
+#include <cuda_fp16.h>
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using u16 = unsigned short;
+using u8 = unsigned char;
+
+#define DEVICE __device__ __forceinline__
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7F800000)
+#endif
+
+// Half activations are stored times this, so that small ones keep their bits; what overflows becomes Inf, and the
+// consumer then takes the float copy instead.
+constexpr float ACT_SCALE = 8.0f;
+
+// Words of the step state (device memory): one graph serves every step because these change, not the arguments.
+enum StateWord { ST_TOKEN = 0, ST_POS = 1, ST_SLOT = 2, ST_LEN = 3 };
+
+// Programmatic dependent launch (sm_90+). pdl_trigger lets the next kernel's blocks start; pdl_wait returns once
+// every earlier kernel has finished and its writes are visible. Without the launch attribute both do nothing.
+DEVICE void pdl_trigger() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Loads of what an earlier kernel wrote: never ld.global.nc, which the assembler may hoist above pdl_wait.
+DEVICE uint4 ld_v4(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEVICE float4 ld_f4(const float* p) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEVICE float2 ld_f2(const void* p) {
+  float2 v;
+  asm volatile("ld.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+DEVICE float ld_f32(const float* p) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE int ld_i32(const int* p) {
+  int v;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE float ld_half(const __half* p) {
+  u16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p) : "memory");
+  return __half2float(__ushort_as_half(v));
+}
+
+DEVICE u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// 16 bytes from global to shared memory, past L1; zeros when not `valid` (the address is then not read).
+DEVICE void cp_async16(u32 dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+}
+DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+DEVICE uint4 lds_v4(u32 addr) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
+  return v;
+}
+
+// First block's start and last block's end on the GPU's global timer, when compiled with CALMNB_STAMPS=1.
+// Integer atomics: minimum and maximum do not depend on order.
+#ifndef CALMNB_STAMPS
+#define CALMNB_STAMPS 0
+#endif
+DEVICE u64 global_timer() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
+  return t;
+}
+DEVICE void stamp_start(u64* stamp, u64& begun) {
+#if CALMNB_STAMPS
+  begun = global_timer();
+#endif
+}
+// Call by all threads of the block. The start is written here too: the slots were reset by an earlier kernel, so
+// they may be touched only after pdl_wait.
+DEVICE void stamp_end(u64* stamp, u64 begun) {
+#if CALMNB_STAMPS
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicMin(&stamp[0], begun);
+    atomicMax(&stamp[1], global_timer());
+  }
+#endif
+}

@@ -1,0 +1,331 @@
+// y = W x for one token, W streamed once from memory: the shared core of every weight kernel of the decode step.
+//
+// Maths     y[r] = sum_k W[r, k] x[k], x = norm(residual) | attention output | FFN activation
+// Layout    W row-major as in the .calm file, rows 16-byte aligned for the fast path (else WIDE)
+// Launch    T threads; each block owns a contiguous range of rows, so it reads one contiguous piece of memory
+// Bytes     rows * cols * bits / 8, once
+//
+// How it works. The columns of a row are spread over WK warps, NC chunks of 16 bytes a lane, and every row a warp group
+// handles uses the SAME columns: a lane's activations stay in registers for the whole kernel. Nothing is staged in
+// shared memory, and no barrier stands between the arrival of x and the first product. WK warps make a group; the
+// T / 32 / WK groups of a block take its rows in turn.
+// Weights come through a ring of cp.async slots private to the lane (S stages of RS rows): no barrier either, and the
+// ring is filled before the dependency wait. Rows are summed over lanes RB at a time by a transposing exchange, over
+// warps through shared memory, in a fixed order.
+// A lane scales its own activations by a power of two before they become half operands: any finite float is safe.
+//
+// Compile-time keys: K_FORMAT, K_NORM, K_THREADS (T), K_WARPS_PER_ROW (WK), K_CHUNKS (NC), K_BATCH (RB), K_STAGE_ROWS (RS),
+// K_STAGES (S), K_TILE (rows between two combines), K_PACE (stages in flight before the wait), K_MAX_REGISTERS, K_WIDE;
+// each .cu adds its own.
+#pragma once
+#include "quant.cuh"
+#include "reduce.cuh"
+
+// The arguments of every weight kernel; calmnb/engine/cuda_matvec.py mirrors it.
+struct MatvecArgs {
+  const u8* w0;            // qkv: rows of q, k, v one after another; gate; else the only matrix
+  const u8* w1;            // up
+  const __half* x16;       // input times in_scale (ACT_SCALE, or 1 for attention output)
+  const float* x32;        // the same unscaled, or null: read by LayerNorm, WIDE, and where x16 overflowed
+  const float* g;          // norm weight of this kernel's own norm, or null
+  const float2* part;      // (sum x, sum x^2) of each block that produced x
+  float* y32;
+  __half* y16;             // ACT_SCALE * y32 (* g_next)
+  const float* res;        // residual in; may be y32
+  const float* g_next;     // weight of the norm that reads y, or null: y16 is not written
+  float2* part_next;
+  const float* bias;       // qkv, or null
+  const float2* rope;      // (cos, sin) of this step's position, [rotary_dim / 2]
+  void* kcache;            // [kv_head][seq_len][head_dim]
+  void* vcache;
+  const int* state;
+  float2* best;            // per block: largest logit, its index as int bits
+  const float* router;     // [n_experts] router logits
+  u64* stamp;
+  int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active;
+  float eps, clip, q_scale, in_scale;
+};
+
+enum Norm { NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2 };
+
+#ifndef K_WIDE
+#define K_WIDE 0
+#endif
+#ifndef K_PACE
+#define K_PACE K_STAGES
+#endif
+#ifdef K_MAX_REGISTERS
+#define BOUNDS __maxnreg__(K_MAX_REGISTERS)
+#else
+#define BOUNDS __launch_bounds__(K_THREADS)
+#endif
+#ifndef K_MOE
+#define K_MOE 0
+#endif
+
+constexpr int T = K_THREADS, WK = K_WARPS_PER_ROW, NC = K_CHUNKS, RB = K_BATCH, RS = K_STAGE_ROWS, S = K_STAGES, PACE = K_PACE;
+constexpr bool WIDE = K_WIDE;
+using Q = Quant<K_FORMAT>;
+DEVICE size_t row_bytes_of(int cols) { return (size_t)cols * 16 / Q::PER_CHUNK; }
+constexpr int WARPS = T / 32;
+constexpr int GROUPS = WARPS / WK;             // rows in flight side by side
+constexpr int BATCH = GROUPS * RB;             // rows a block finishes together
+constexpr int STAGES_PER_BATCH = RB / RS;
+constexpr int TILE_BATCHES = (K_TILE + BATCH - 1) / BATCH;
+constexpr int TILE_ROWS = TILE_BATCHES * BATCH;  // rows between two combines
+constexpr int SLOT_BYTES = RS * NC * T * 16;
+constexpr int RING_BYTES = WIDE ? 0 : S * SLOT_BYTES;
+constexpr int X_REGS = NC * Q::X_REGS;
+static_assert(WARPS % WK == 0 && RB % RS == 0, "groups and stages must divide");
+static_assert(TILE_ROWS <= 1024, "tile");
+
+extern __shared__ __align__(16) u8 shared[];
+
+// Highest-scoring experts by plain comparison, lower index first on ties; softmax over the chosen. One warp.
+DEVICE void choose_experts(const MatvecArgs& a, int* ids, float* weights) {
+  const int lane = threadIdx.x & 31;
+  float top = 0.f, total = 0.f;
+  for (int n = 0; n < a.n_active; n++) {
+    float best = -INFINITY;
+    int id = 0x7FFFFFFF;
+    for (int e = lane; e < a.n_experts; e += 32) {
+      bool taken = false;
+      for (int m = 0; m < n; m++) taken |= ids[m] == e;
+      const float v = ld_f32(a.router + e);
+      if (!taken && (v > best || id == 0x7FFFFFFF)) best = v, id = e;
+    }
+#pragma unroll
+    for (int d = 16; d; d >>= 1) {
+      const float v = __shfl_xor_sync(~0u, best, d);
+      const int i = __shfl_xor_sync(~0u, id, d);
+      if (i != 0x7FFFFFFF && (id == 0x7FFFFFFF || v > best || (v == best && i < id))) best = v, id = i;
+    }
+    if (n == 0) top = best;
+    const float w = expf(best - top);
+    total += w;
+    if (lane == 0) ids[n] = id, weights[n] = w;
+    __syncwarp();
+  }
+  if (lane == 0)
+    for (int n = 0; n < a.n_active; n++) weights[n] /= total;
+  __syncwarp();
+}
+
+// Activations of one lane, and what undoes their scaling.
+struct LaneX {
+  u32 x[X_REGS];
+  float undo;
+};
+
+DEVICE u32 pack_half2(float a, float b) { return as_u32(__floats2half2_rn(a, b)); }
+
+// Power of two that brings `exponent_field` (half's) to 17, values up to 8: small ones keep their bits, and 8 products
+// with |w| < 256 stay finite.
+DEVICE int shift_for(int exponent_field) {
+  const int k = 17 - exponent_field;
+  return k > 15 ? 15 : k;
+}
+
+template <int NORM> DEVICE float4 load_x_float4(const MatvecArgs& a, const float* x32, int chunk, int i, int n_chunks, float mean) {
+  float4 v = {0.f, 0.f, 0.f, 0.f};
+  if (chunk < n_chunks) {
+    v = ld_f4(x32 + (size_t)chunk * Q::PER_CHUNK + i);
+    if (NORM != NORM_NONE) {
+      const float4 g = *reinterpret_cast<const float4*>(a.g + (size_t)chunk * Q::PER_CHUNK + i);
+      v = {(v.x - mean) * g.x, (v.y - mean) * g.y, (v.z - mean) * g.z, (v.w - mean) * g.w};
+    }
+  }
+  return v;
+}
+
+// The lane's part of x from the float copy: for LayerNorm, and where a half overflowed. Rolled loops: unrolled ones
+// would take registers from the whole kernel for a path that is rare (a run-time register index becomes selects).
+template <int NORM> DEVICE void load_x_float(LaneX& l, const MatvecArgs& a, const float* x32, int chunk0, int n_chunks, float mean) {
+  constexpr int FOURS = Q::PER_CHUNK / 4;
+  float most = 0.f;
+#pragma unroll 1
+  for (int j = 0; j < NC * FOURS; j++) {
+    const float4 v = load_x_float4<NORM>(a, x32, chunk0 + j / FOURS * WK * 32, j % FOURS * 4, n_chunks, mean);
+    most = fmaxf(most, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  }
+  int e = (int)(__float_as_uint(most) >> 23) - 127;                // most in [2^e, 2^(e+1))
+  e = e < -100 ? -100 : e > 124 ? 124 : e;
+  const float scale = __uint_as_float((u32)(127 + 2 - e) << 23);   // to [4, 8)
+  l.undo = __uint_as_float((u32)(127 - 2 + e) << 23);
+#pragma unroll 1
+  for (int j = 0; j < NC * FOURS; j++) {
+    const float4 v = load_x_float4<NORM>(a, x32, chunk0 + j / FOURS * WK * 32, j % FOURS * 4, n_chunks, mean);
+    const u32 lo = pack_half2(v.x * scale, v.y * scale), hi = pack_half2(v.z * scale, v.w * scale);
+#pragma unroll
+    for (int i = 0; i < X_REGS; i += 2) l.x[i] = 2 * j == i ? lo : l.x[i], l.x[i + 1] = 2 * j == i ? hi : l.x[i + 1];
+  }
+}
+
+// The lane's part of x. All loads are issued before the first use.
+template <int NORM> DEVICE void load_x(LaneX& l, const MatvecArgs& a, const __half* x16, const float* x32, int chunk0, int n_chunks, float mean) {
+  if (NORM == NORM_LAYER) {
+    load_x_float<NORM>(l, a, x32, chunk0, n_chunks, mean);
+  } else {
+#pragma unroll
+    for (int c = 0; c < NC; c++) {
+      const int chunk = chunk0 + c * WK * 32;
+#pragma unroll
+      for (int i = 0; i < Q::X_REGS; i += 4) {
+        uint4 v = {0, 0, 0, 0};
+        if (chunk < n_chunks) v = ld_v4(x16 + (size_t)chunk * Q::PER_CHUNK + 2 * i);
+        l.x[c * Q::X_REGS + i] = v.x, l.x[c * Q::X_REGS + i + 1] = v.y;
+        l.x[c * Q::X_REGS + i + 2] = v.z, l.x[c * Q::X_REGS + i + 3] = v.w;
+      }
+    }
+    __half2 most = __habs2(as_half2(l.x[0]));
+#pragma unroll
+    for (int i = 1; i < X_REGS; i++) most = __hmax2(most, __habs2(as_half2(l.x[i])));
+    const u16 bits = __half_as_ushort(__hmax(__low2half(most), __high2half(most)));
+    if (bits >= 0x7C00 && x32 != nullptr) {  // a massive activation: take the floats (rare)
+      load_x_float<NORM>(l, a, x32, chunk0, n_chunks, 0.f);
+    } else {
+      const int k = shift_for(bits >> 10);
+      const u32 scale = (u32)(15 + k) << 10;
+      const __half2 scale2 = as_half2(scale | scale << 16);
+#pragma unroll
+      for (int i = 0; i < X_REGS; i++) l.x[i] = as_u32(__hmul2(as_half2(l.x[i]), scale2));
+      l.undo = __uint_as_float((u32)(127 - k) << 23) / a.in_scale;
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < NC; c++) Q::arrange(*reinterpret_cast<u32(*)[Q::X_REGS]>(&l.x[c * Q::X_REGS]));
+}
+
+// Sum over the producer's partial sums, the same in every lane. Loads first, sums when asked.
+struct PartSum {
+  float s = 0.f, ss = 0.f;
+  DEVICE void load(const float2* part, int n) {
+    for (int i = threadIdx.x & 31; i < n; i += 32) {
+      const float2 p = ld_f2(part + i);
+      s += p.x, ss += p.y;
+    }
+  }
+};
+
+// One activation as float, for the WIDE path.
+template <int NORM> DEVICE float wide_x(const MatvecArgs& a, int i, float mean) {
+  if (NORM == NORM_NONE) return a.x32 != nullptr ? ld_f32(a.x32 + i) : ld_half(a.x16 + i) / a.in_scale;
+  return (ld_f32(a.x32 + i) - mean) * a.g[i];
+}
+
+// The kernel body. `Rows` says where local row r of this block's range lies and what to do with finished rows:
+//   const u8* row(int r)                    address of its weights (valid for r < n)
+//   void constants()                        before pdl_wait: read what no kernel writes (bias, norm weights)
+//   void begin()                            after pdl_wait, before the products: read what finish() needs
+//   void finish(int r0, int n, float scale, sum)  sum(r) * scale is row r0 + r; by all threads, after a barrier
+//   void end(float* scratch)                once, by all threads; scratch is 2 * WARPS floats of shared memory
+// `n`: rows of this block. All of T threads call.
+template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& rows, int n) {
+  u64 begun = 0;
+  stamp_start(a.stamp, begun);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int kw = warp % WK, group = warp / WK;
+  const int n_batches = (n + BATCH - 1) / BATCH;
+  float* const sums = reinterpret_cast<float*>(shared + RING_BYTES);  // [2][WK][TILE_ROWS]
+  float* const extra = sums + 2 * WK * TILE_ROWS;                     // [WARPS] + scratch
+#if !K_WIDE
+  const int n_chunks = a.cols / Q::PER_CHUNK;
+  const int n_stages = n_batches * STAGES_PER_BATCH;
+  const int chunk0 = kw * 32 + lane;
+  const u32 ring = smem_addr(shared) + threadIdx.x * 16;
+  auto issue = [&](int stage, u32 slot) {
+#pragma unroll
+    for (int i = 0; i < RS; i++) {
+      const int r = (stage * RS + i) * GROUPS + group;
+      const bool row_valid = r < n;
+      const u8* p = rows.row(row_valid ? r : 0) + chunk0 * 16;
+#pragma unroll
+      for (int c = 0; c < NC; c++)
+        cp_async16(slot + (i * NC + c) * T * 16, p + c * WK * 512, row_valid && chunk0 + c * WK * 32 < n_chunks);
+    }
+  };
+#if !K_MOE
+#pragma unroll
+  for (int s = 0; s < S; s++) {
+    if (s < n_stages) issue(s, ring + s * SLOT_BYTES);
+    cp_async_commit();
+    if (s + 1 >= PACE && s + 1 < S) cp_async_wait<PACE - 1>();
+  }
+#endif
+#endif
+  rows.constants();
+  pdl_wait();
+  float inverse_norm = 1.f, mean = 0.f;
+  PartSum part;
+  if (NORM != NORM_NONE) part.load(a.part, a.n_part);
+  if (NORM == NORM_LAYER) mean = warp_sum(part.s) / a.cols;
+#if !K_WIDE
+  LaneX l;
+  const auto k = Q::constants();
+#endif
+  rows.begin();
+#if !K_WIDE
+  load_x<NORM>(l, a, a.x16, a.x32, chunk0, n_chunks, mean);
+#endif
+  if (NORM == NORM_RMS) inverse_norm = rsqrtf(warp_sum(part.ss) / a.cols + a.eps);
+  if (NORM == NORM_LAYER) {  // two passes: the variance of x - mean, summed by every warp in the same order
+    float ss = 0.f;
+    for (int i = lane; i < a.cols; i += 32) {
+      const float d = ld_f32(a.x32 + i) - mean;
+      ss += d * d;
+    }
+    inverse_norm = rsqrtf(warp_sum(ss) / a.cols + a.eps);
+  }
+  u32 slot_offset = 0;
+  int stage = 0;
+  for (int tile = 0; tile * TILE_BATCHES < n_batches || tile == 0; tile++) {
+    float* const tile_sums = sums + (tile & 1) * WK * TILE_ROWS;
+    const int batches = min(TILE_BATCHES, n_batches - tile * TILE_BATCHES);
+    for (int b = 0; b < batches; b++) {
+      float acc[RB];
+#if K_WIDE
+#pragma unroll
+      for (int i = 0; i < RB; i++) {
+        acc[i] = 0.f;
+        const int r = ((tile * TILE_BATCHES + b) * RB + i) * GROUPS + group;
+        if (r < n) {
+          const u8* p = rows.row(r);
+          for (int c = lane; c < a.cols; c += 32) acc[i] += Q::weight_at(p, c) * wide_x<NORM>(a, c, mean);
+        }
+      }
+#else
+#pragma unroll
+      for (int s = 0; s < STAGES_PER_BATCH; s++) {
+        cp_async_wait<S - 1>();
+        const u32 slot = ring + slot_offset;
+#pragma unroll
+        for (int i = 0; i < RS; i++) {
+          float v = 0.f;
+#pragma unroll
+          for (int c = 0; c < NC; c++) v += Q::dot(lds_v4(slot + (i * NC + c) * T * 16), l.x + c * Q::X_REGS, k);
+          acc[s * RS + i] = v * l.undo;
+        }
+        if (stage + S < n_stages) issue(stage + S, slot);
+        cp_async_commit();
+        stage++;
+        slot_offset = slot_offset == (S - 1) * SLOT_BYTES ? 0 : slot_offset + SLOT_BYTES;
+      }
+#endif
+      const float sum = warp_sum_many<RB>(acc);
+      if ((lane & (32 / RB - 1)) == 0) tile_sums[kw * TILE_ROWS + (b * RB + warp_sum_index<RB>()) * GROUPS + group] = sum;
+    }
+    __syncthreads();
+    const int r0 = tile * TILE_ROWS;
+    rows.finish(r0, min(TILE_ROWS, n - r0), inverse_norm, [&](int r) {
+      float v = tile_sums[r];
+#pragma unroll
+      for (int w = 1; w < WK; w++) v += tile_sums[w * TILE_ROWS + r];
+      return v;
+    });
+  }
+  rows.end(extra);
+  stamp_end(a.stamp, begun);
+}
+
+// Rows of this block when `units` are spread over the grid as evenly as possible.
+DEVICE int first_unit(int units, int block) { return (int)((long long)units * block / gridDim.x); }

@@ -1,0 +1,52 @@
+// norm + projection to plain floats: the logits, or a router's scores, one token.
+//
+// Maths   y = W norm(x);  best[block] = its largest value and the lowest index that has it
+// Layout  w0 [rows, dim]
+// Unit    one row
+// Keys    matvec.cuh's
+#include "matvec.cuh"
+
+struct PlainRows {
+  const MatvecArgs& a;
+  int first;
+  size_t row_bytes;
+  float top;
+  int at;
+
+  DEVICE const u8* row(int r) const { return a.w0 + (first + r) * row_bytes; }
+  DEVICE void constants() {}
+  DEVICE void begin() { top = -INFINITY, at = 0x7FFFFFFF; }
+  DEVICE void take(float v, int i) {
+    if (v > top || (v == top && i < at)) top = v, at = i;
+  }
+  template <class Sum> DEVICE void finish(int r0, int n, float scale, Sum sum) {
+    for (int r = threadIdx.x; r < n; r += T) {
+      const float y = sum(r) * scale;
+      a.y32[first + r0 + r] = y;
+      take(y, first + r0 + r);
+    }
+  }
+  DEVICE void end(float* scratch) {
+    if (a.best == nullptr) return;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+    for (int d = 16; d; d >>= 1) {
+      const float v = __shfl_xor_sync(~0u, top, d);
+      const int i = __shfl_xor_sync(~0u, at, d);
+      take(v, i);
+    }
+    if (lane == 0) scratch[warp] = top, scratch[WARPS + warp] = __int_as_float(at);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int w = 1; w < WARPS; w++) take(scratch[w], __float_as_int(scratch[WARPS + w]));
+      a.best[blockIdx.x] = {top, __int_as_float(at)};
+    }
+  }
+};
+
+extern "C" __global__ void BOUNDS matvec_rows(const __grid_constant__ MatvecArgs a) {
+  pdl_trigger();
+  const int r0 = first_unit(a.rows, blockIdx.x), r1 = first_unit(a.rows, blockIdx.x + 1);
+  PlainRows rows{a, r0, row_bytes_of(a.cols)};
+  matvec<K_NORM>(a, rows, r1 - r0);
+}

@@ -1,0 +1,130 @@
+// Weight formats: how 16 bytes of a row become products with activations held in registers.
+//
+//   fp16   8 weights in 16 bytes
+//   fp8   16 weights in 16 bytes: E5M2, the upper byte of a half
+//   gf4   32 weights in 16 bytes: 4 words of 8; bits 0-7 of a word an E5M2 scale s, code c_i in bits 8+3i .. 10+3i,
+//         weight = (c - 4) * s / -4
+//
+// Fast path (`dot`): two weights at a time in half2 inside the 16 bytes, float beyond. Activations come as half2 in
+// the order `arrange` gives them. Instructions for 16 bytes of one row: fp16 4 HFMA2, fp8 8 PRMT + 8 HFMA2,
+// gf4 12 PRMT + 16 LOP3 + 36 HFMA2 (+ 4 to reach float).
+// Slow path (`weight_at`): one weight as float, any alignment; also the plain statement of each format.
+#pragma once
+#include "common.cuh"
+
+enum Format { FP16 = 0, FP8 = 1, GF4 = 2 };
+
+template <int F> struct Quant;
+
+DEVICE __half2 as_half2(u32 v) { return *reinterpret_cast<__half2*>(&v); }
+DEVICE u32 as_u32(__half2 v) { return *reinterpret_cast<u32*>(&v); }
+DEVICE float sum2(__half2 v) { return __low2float(v) + __high2float(v); }
+// A constant the compiler cannot see through: it would otherwise rebuild it in front of every use (KERNELS: 28
+// instead of 22 instructions a gf4 word).
+DEVICE u32 opaque(u32 v) {
+  u32 r;
+  asm volatile("mov.u32 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+template <> struct Quant<FP16> {
+  static constexpr int PER_CHUNK = 8;  // weights in 16 bytes
+  static constexpr int X_REGS = 4;     // half2 of activations for them
+  struct Constants {};
+  static DEVICE Constants constants() { return {}; }
+  static DEVICE void arrange(u32 (&x)[X_REGS]) {}
+  static DEVICE float dot(uint4 w, const u32* x, const Constants&) {
+    __half2 s = __hmul2(as_half2(w.x), as_half2(x[0]));
+    s = __hfma2(as_half2(w.y), as_half2(x[1]), s);
+    s = __hfma2(as_half2(w.z), as_half2(x[2]), s);
+    s = __hfma2(as_half2(w.w), as_half2(x[3]), s);
+    return sum2(s);
+  }
+  static DEVICE float weight_at(const void* row, int i) { return __half2float(static_cast<const __half*>(row)[i]); }
+};
+
+template <> struct Quant<FP8> {
+  static constexpr int PER_CHUNK = 16;
+  static constexpr int X_REGS = 8;
+  struct Constants {};
+  static DEVICE Constants constants() { return {}; }
+  static DEVICE void arrange(u32 (&x)[X_REGS]) {}
+  static DEVICE float dot(uint4 w, const u32* x, const Constants&) {
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
+    __half2 s = __half2half2(__ushort_as_half(0));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const __half2 lo = as_half2(__byte_perm(words[i], 0, 0x1404)), hi = as_half2(__byte_perm(words[i], 0, 0x3424));
+      s = i == 0 ? __hmul2(lo, as_half2(x[0])) : __hfma2(lo, as_half2(x[2 * i]), s);
+      s = __hfma2(hi, as_half2(x[2 * i + 1]), s);
+    }
+    return sum2(s);
+  }
+  static DEVICE float weight_at(const void* row, int i) {
+    return __half2float(__ushort_as_half((u16)(static_cast<const u8*>(row)[i] << 8)));
+  }
+};
+
+template <> struct Quant<GF4> {
+  static constexpr int PER_CHUNK = 32;
+  static constexpr int X_REGS = 16;
+  // A masked code sits at bit p of a half; with the bits of 1024 under it the half reads 1024 + c 2^p, and one
+  // HFMA2 by -2^-p / 4 takes it to (c - 4) / -4, exactly.
+  struct Constants {
+    u32 magic, bias0, bias1, bias2, bias3;
+  };
+  static __host__ __device__ constexpr u32 pair(u32 lo, u32 hi) { return lo | hi << 16; }
+  static DEVICE Constants constants() {
+    // bias(p) = (1024 2^-p + 4) / 4: p = 0: 257, 1: 129, 2: 65, 3: 33, 4: 17, 5: 9, 6: 5, 7: 3
+    return {opaque(0x64006400u), opaque(pair(0x5C04, 0x5808)), opaque(pair(0x5020, 0x4C40)), opaque(pair(0x4500, 0x4200)),
+            opaque(pair(0x5410, 0x4880))};
+  }
+  // Pairs of codes that one mask takes out of a word: (0,3) at bits (0,1), (1,4) at (3,4), (2,5) at (6,7), (6,7) at
+  // (2,5).
+  static DEVICE void arrange(u32 (&x)[X_REGS]) {
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      const u32 a = x[i], b = x[i + 1], c = x[i + 2];
+      x[i] = __byte_perm(a, b, 0x7610);      // elements 0, 3
+      x[i + 1] = __byte_perm(a, c, 0x5432);  // 1, 4
+      x[i + 2] = __byte_perm(b, c, 0x7610);  // 2, 5
+    }
+  }
+  static DEVICE __half2 scaled(u32 u, u32 mask, const Constants& k, u32 factor, u32 bias) {
+    u32 v;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(u), "r"(mask), "r"(k.magic));  // (u & mask) | magic
+    return __hfma2(as_half2(v), as_half2(factor), as_half2(bias));
+  }
+  static DEVICE float dot(uint4 w, const u32* x, const Constants& k) {
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
+    __half2 total;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 u = __byte_perm(words[i], 0, 0x3221), v = __byte_perm(words[i], 0, 0x4343);
+      // factor(p) = -2^-(p+2)
+      __half2 s = __hmul2(scaled(u, 0x000E0007, k, pair(0xB400, 0xB000), k.bias0), as_half2(x[4 * i]));
+      s = __hfma2(scaled(u, 0x00700038, k, pair(0xA800, 0xA400), k.bias1), as_half2(x[4 * i + 1]), s);
+      s = __hfma2(scaled(u, 0x038001C0, k, pair(0x9C00, 0x9800), k.bias2), as_half2(x[4 * i + 2]), s);
+      s = __hfma2(scaled(v, 0x00E0001C, k, pair(0xAC00, 0xA000), k.bias3), as_half2(x[4 * i + 3]), s);
+      const __half2 scale = as_half2(__byte_perm(words[i], 0, 0x0404));
+      total = i == 0 ? __hmul2(s, scale) : __hfma2(s, scale, total);
+    }
+    return sum2(total);
+  }
+  static DEVICE float weight_at(const void* row, int i) {
+    const u32 w = static_cast<const u32*>(row)[i >> 3];
+    const float s = __half2float(__ushort_as_half((u16)(w << 8)));
+    return (float)((int)(w >> (8 + 3 * (i & 7)) & 7) - 4) * (s * -0.25f);
+  }
+};
+
+// E5M2 of the KV cache: nearest even, saturating at 57344; NaN stays NaN.
+DEVICE u8 encode_e5m2(float x) {
+  const u32 bits = __float_as_uint(x), sign = bits >> 24 & 0x80, mag = bits & 0x7FFFFFFF;
+  if (mag > 0x7F800000u) return (u8)(sign | 0x7F);
+  if (mag >= 0x47600000u) return (u8)(sign | 0x7B);                               // >= 57344
+  if (mag < 0x38800000u) return (u8)(sign | (u32)rintf(__uint_as_float(mag) * 65536.0f));  // below 2^-14: units of 2^-16
+  const u32 rounded = (mag + 0x000FFFFF + (mag >> 21 & 1)) >> 21;
+  const u32 code = rounded - (112u << 2);
+  return (u8)(sign | (code > 0x7B ? 0x7Bu : code));
+}
