@@ -395,7 +395,7 @@ def _prefill_chunk(n_params: int, engine: str) -> int:
 
 
 def _is_chat(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _shortened(value: object) -> str:
