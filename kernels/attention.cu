@@ -69,6 +69,12 @@ struct AttentionArgs {
   int min_chunk;       // fewest positions worth a block of their own
 };
 
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // LANE_BYTES from global to shared memory; zeros when not `valid`.
 DEVICE void copy_async(u32 dst, const void* src, bool valid) {
 #if LANE_BYTES == 16
@@ -238,14 +244,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
       float top = m[h];
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) top = fmaxf(top, s[u][h]);
-      const float shrink = exp2f(m[h] - top);
+      const float shrink = exp2_fast(m[h] - top);
       m[h] = top;
       l[h] *= shrink;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) acc[h][i] *= shrink;
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
-        s[u][h] = exp2f(s[u][h] - top);
+        s[u][h] = exp2_fast(s[u][h] - top);
         l[h] += s[u][h];
       }
     }
@@ -271,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
       const float other = __shfl_xor_sync(0xffffffffu, m[h], d), top = fmaxf(m[h], other);
-      const float mine = exp2f(m[h] - top), theirs = exp2f(other - top);
+      const float mine = exp2_fast(m[h] - top), theirs = exp2_fast(other - top);
       m[h] = top;
       l[h] = l[h] * mine + __shfl_xor_sync(0xffffffffu, l[h], d) * theirs;
 #pragma unroll
@@ -306,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     for (int w = 1; w < kWarps; ++w) top = fmaxf(top, warp_m[h][w]);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float weight = exp2f(warp_m[h][w] - top);
+      const float weight = exp2_fast(warp_m[h][w] - top);
       total = fmaf(warp_l[h][w], weight, total);
       sum = fmaf(warp_acc[(w * HEADS + h) * HEAD_DIM + c], weight, sum);
     }
@@ -325,21 +331,47 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     __syncthreads();
     if (arrived == active - 1) {
       __threadfence();
-      for (int i = tid; i < heads * HEAD_DIM; i += THREADS) {
-        const int h = i / HEAD_DIM, c = i % HEAD_DIM;
-        const float2* ml = a.partial_ml + (head0 + h) * splits;
-        const float* part = a.partial + static_cast<long long>(head0 + h) * splits * HEAD_DIM + c;
-        float top = -1e30f, total = 0.0f, sum = 0.0f;
-#pragma unroll 8
-        for (int p = 0; p < active; ++p) top = fmaxf(top, __ldcg(&ml[p].x));
-#pragma unroll 8
-        for (int p = 0; p < active; ++p) {
-          const float2 one = __ldcg(ml + p);
-          const float weight = exp2f(one.x - top);
-          total = fmaf(one.y, weight, total);
-          sum = fmaf(__ldcg(part + p * HEAD_DIM), weight, sum);
+      float* weight = reinterpret_cast<float*>(ring);  // [heads][active], and as many sums behind
+      float* sums = weight + heads * active;
+      for (int i = tid; i < heads * active; i += THREADS) {
+        const float2 one = __ldcg(a.partial_ml + (head0 + i / active) * splits + i % active);
+        weight[i] = one.x;
+        sums[i] = one.y;
+      }
+      __syncthreads();
+      for (int h = warp; h < heads; h += kWarps) {
+        float top = -1e30f, total = 0.0f;
+        for (int p = tid % 32; p < active; p += 32) top = fmaxf(top, weight[h * active + p]);
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+        for (int p = tid % 32; p < active; p += 32) {
+          const float w = exp2_fast(weight[h * active + p] - top);
+          weight[h * active + p] = w;
+          total = fmaf(sums[h * active + p], w, total);
         }
-        a.out[(head0 + h) * HEAD_DIM + c] = __float2half_rn(sum / total);
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
+        if (tid % 32 == 0) warp_l[h][0] = 1.0f / total;
+      }
+      __syncthreads();
+      // Loads first, sums in split order: many in flight, for each costs a round trip to L2.
+      constexpr int kPiece = HEAD_DIM % 4 == 0 ? 4 : 1;
+      for (int i = tid; i < heads * HEAD_DIM / kPiece; i += THREADS) {
+        const int h = i * kPiece / HEAD_DIM, c = i * kPiece % HEAD_DIM;
+        const float* part = a.partial + static_cast<long long>(head0 + h) * splits * HEAD_DIM + c;
+        float sum[kPiece] = {};
+#pragma unroll 16
+        for (int p = 0; p < active; ++p) {
+          const float w = weight[h * active + p];
+          if constexpr (kPiece == 4) {
+            const float4 v = __ldcg(reinterpret_cast<const float4*>(part + p * HEAD_DIM));
+            sum[0] = fmaf(v.x, w, sum[0]); sum[1] = fmaf(v.y, w, sum[1]); sum[2] = fmaf(v.z, w, sum[2]); sum[3] = fmaf(v.w, w, sum[3]);
+          } else {
+            sum[0] = fmaf(__ldcg(part + p * HEAD_DIM), w, sum[0]);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) a.out[(head0 + h) * HEAD_DIM + c + j] = __float2half_rn(sum[j] * warp_l[h][0]);
       }
     }
   }

@@ -217,7 +217,7 @@ def plan_attention(
         ("STAGES", stages),
     )
     ring = threads * 2 * stages * unroll * lane_bytes
-    merge = threads // 32 * heads * config.head_dim * 4
+    merge = max(threads // 32 * heads * config.head_dim * 4, 8 * heads * splits)
     return AttentionPlan(
         KernelSpec("attention", "attention.cu", defines), (splits, y), threads, max(ring, merge), heads, groups, min_chunk
     )
