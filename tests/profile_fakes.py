@@ -83,6 +83,7 @@ def noisy_recorder(
 
     now = run("prefill", 0, prompt, prompt, 1.0)
     recorder.sampled(prompt, 5, now, now + 6e-5)
+    now += 2e-4
     for i in range(tokens):
         pos = max(first, prompt) + i * stride
         now = run("decode", pos, pos + 1, 1, 1.6 if i == 0 else random.choice([1.0, 1.9], p=[0.985, 0.015])) + 3e-5

@@ -198,7 +198,7 @@ def kv_cost(session: Session, *, dark: bool = False) -> CalmFigure:
     slope = float((table["predicted_ms"] / table["kv_len"]).median()) * scale
     left.plot(span, span * slope, color=theme.ink, linestyle="--", linewidth=1.4, label="predicted from bytes")
     left.set_xlim(*span)
-    left.set_ylim(0, max(float((y + errors[1]).max()), float(span[1] * slope)) * 1.18)
+    left.set_ylim(0, max(float(y.max()), float(np.median(y + errors[1])), float(span[1] * slope)) * 1.25)
     handles, names = left.get_legend_handles_labels()
     left.legend(handles[::-1], names[::-1], loc="upper left", frameon=False, fontsize=TICK, labelcolor=theme.ink)
     _kv_bytes(right, session, table, theme)

@@ -120,7 +120,7 @@ def _rates(session: Session) -> list[_Rate]:
     for stage in each.index.get_level_values("stage").unique():
         part = each.loc[stage]
         share = 100 * float(part["exclusive_s"].sum()) / total
-        if share < 0.5 and float(part["bytes_min"].sum()) < 0.01 * float(chosen["bytes_min"].sum()):
+        if float(part["bytes_min"].sum()) < 0.001 * float(chosen["bytes_min"].sum()):
             continue  # the embedding row: a few hundred bytes
         rate = part["bytes_min"] / part["exclusive_s"].where(part["exclusive_s"] > 0) / 1e9
         if rate.notna().any():
@@ -196,10 +196,11 @@ def _points(session: Session) -> list[tuple[str, str, str, float, float, float]]
             )  # fmt: skip
     for phase, label, marker in (("decode", "whole step", "s"), ("prefill", "prompt", "D")):
         steps = selected_steps(session.steps, phase)  # type: ignore[arg-type]
-        moved, flops, seconds = (float(steps[name].sum()) for name in ("bytes_min", "flops", "duration_s"))
-        if moved > 0 and flops > 0 and seconds > 0:
+        moved, flops = float(steps["bytes_min"].sum()), float(steps["flops"].sum())
+        rate = float((steps["flops"] / steps["duration_s"].where(steps["duration_s"] > 0)).median()) / 1e9
+        if moved > 0 and flops > 0 and rate > 0:
             text = label if phase == "decode" else f"{label}, {steps['n_tokens'].sum():.0f} tokens"
-            out.append((text, _STEP, marker, flops / moved, flops / seconds / 1e9, 0.25))
+            out.append((text, _STEP, marker, flops / moved, rate, 0.25))
     return out
 
 

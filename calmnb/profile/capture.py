@@ -51,7 +51,7 @@ def profile(
     peak
         Your own bandwidth to compare with, GB/s.
     measure_peak
-        On a CPU, measure the read bandwidth first if this process has not yet (about a second).
+        On a CPU, measure the read bandwidth before and after (about half a second each).
     **sampling
         Options of `Model.generate`; greedy unless you say otherwise.
 
@@ -71,11 +71,9 @@ def profile(
     if peak is not None and not peak > 0:
         raise ConfigError(f"profile: peak is {peak} GB/s; it must be positive")
     info = model.engine.info
-    if measure_peak and peak is None and info.engine != "cuda":
-        from calmnb.profile.bandwidth import known_bandwidth, measure_bandwidth
-
-        if known_bandwidth(info.threads or 1) is None:
-            measure_bandwidth(info.threads or 1, quick=True)
+    measures = measure_peak and peak is None and info.engine != "cuda"
+    if measures:
+        _read_peak(info.threads)
     options: dict[str, Any] = {"stop_ids": (), **sampling}
     if "sampling" not in options:
         options.setdefault("temperature", 0.0)
@@ -86,7 +84,17 @@ def profile(
     with model.generate(prompt, max_tokens=tokens, recorder=recorder, **options) as run:
         for _ in run:
             pass
+    if measures:
+        recorder.meta["peaks"]["measured"] = _read_peak(info.threads)
     return recorder.session()
+
+
+def _read_peak(threads: int) -> dict[str, Any]:
+    """Measure the read bandwidth now; return the best of this process. Done before and after: other work only lowers it."""
+    from calmnb.profile.bandwidth import known_bandwidth, measure_bandwidth
+
+    now = measure_bandwidth(threads or 1, quick=True, fresh=True)
+    return (known_bandwidth(threads or 1) or now).as_peak()
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,9 @@ class SessionRecorder:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def __bool__(self) -> bool:
+        return True  # an empty recorder is still a recorder: `if recorder:` means "is there one"
+
     def new_run(self) -> None:
         """Number the following steps as a new run. Happens by itself when a prefill follows a decode or `pos` jumps."""
         with self._lock:

@@ -85,8 +85,8 @@ def summary_line(session: Session) -> str:
     """One line to paste in an issue; see `Session.summary`."""
     meta, parts = session.meta, _headline(session)
     known = meta.get("versions", {})
-    wanted = ("calmnb", "numba" if meta.get("engine") == "cpu" else "cupy-cuda12x", "cupy-cuda13x", "numpy")
-    parts += [f"{name} {known[name]}" for name in wanted if name in known]
+    wanted = {"cpu": ("numba", "numpy"), "reference": ("numpy",)}.get(meta.get("engine", ""), ("cupy-cuda12x", "cupy-cuda13x"))
+    parts += [f"{name} {known[name]}" for name in ("calmnb", *wanted) if name in known]
     if meta.get("git_revision"):
         parts.append(f"git {meta['git_revision']}")
     if meta.get("date"):
@@ -136,10 +136,12 @@ def text_report(session: Session) -> str:
     lines = [" | ".join(_headline(session))]
     records: list[dict[str, Any]] = session.stages().to_dict("records")  # type: ignore[assignment]
     if records:
-        lines.append(f"{'stage':<16}" + "".join(f"{title:>{10 if title != '%' else 7}}" for title, *_ in _COLUMNS))
+        widths = [10, 10, 10, 6, 8, 8, 11]
+        titles = zip(_COLUMNS, widths, strict=True)
+        lines.append(f"{'stage':<16}" + "".join(f"{title:>{width}}" for (title, *_), width in titles))
         for record in records:
-            cells = "".join(f"{_cell(record, key, form):>{10 if title != '%' else 7}}" for title, key, form in _COLUMNS)
-            lines.append(f"{record['stage']:<16}{cells}")
+            cells = [_cell(record, key, form) for _, key, form in _COLUMNS]
+            lines.append(f"{record['stage']:<16}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
         lines.append(_notes(session))
     return "\n".join(lines)
 

@@ -45,7 +45,7 @@ TABLE_COLUMNS: dict[str, dict[str, str]] = {
         "median_us": "median call",
         "max_us": "longest call",
         "share_percent": "part of all steps' time",
-        "gb_per_s": "all bytes_min over all exclusive time; GB = 1e9 bytes",
+        "gb_per_s": "bytes_min over exclusive time, median of the calls; GB = 1e9 bytes",
         "percent_of_peak": "gb_per_s over the peak asked for",
         "flop_per_byte": "flops over bytes_min: arithmetic intensity",
     },
@@ -154,6 +154,7 @@ def kernels(events: pd.DataFrame, steps: pd.DataFrame, *, phase: Phase = "decode
     """One row a kernel and stage, the most expensive first; columns in ``TABLE_COLUMNS["kernels"]``. See `stages`."""
     chosen = selected_steps(steps, phase)
     rows = _of_steps(events, chosen)
+    rows = rows.assign(gb_per_s=_ratio(rows["bytes_min"], rows["exclusive_s"]) / 1e9)
     by = rows.groupby(["kernel", "stage"], observed=True)
     seconds = by["exclusive_s"]
     total, moved, flops = seconds.sum(), by["bytes_min"].sum(), by["flops"].sum()
@@ -167,7 +168,7 @@ def kernels(events: pd.DataFrame, steps: pd.DataFrame, *, phase: Phase = "decode
             "median_us": seconds.median() * 1e6,
             "max_us": seconds.max() * 1e6,
             "share_percent": 100.0 * total / max(float(chosen["duration_s"].sum()), 1e-300),
-            "gb_per_s": _ratio(moved, total) / 1e9,
+            "gb_per_s": by["gb_per_s"].median(),
         }
     )
     out["percent_of_peak"] = 100.0 * out["gb_per_s"] / peak if peak else np.nan

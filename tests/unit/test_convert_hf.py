@@ -425,10 +425,10 @@ def test_rows_that_gf4_cannot_group_are_refused_with_the_tensors_name(tmp_path: 
 # --- configurations --------------------------------------------------------------------------------------------------
 
 OPTIONAL = [
-    "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act", "max_position_embeddings",
-    "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "attention_bias", "mlp_bias", "initializer_range", "model_type",
-    "pretraining_tp", "dtype",
-]  # fmt: skip
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act", "max_position_embeddings"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+    *("initializer_range", "model_type", "pretraining_tp", "dtype"),
+]
 
 
 @pytest.mark.parametrize("key", OPTIONAL)
