@@ -234,7 +234,8 @@ class CalmFile:
 
     def _bind(self) -> Weights:
         config = self.config
-        if not any(name.startswith(f"model.layers.{config.n_layers - 1}.") for name in self._entries):
+        last = f"model.layers.{config.n_layers - 1}."
+        if config.n_layers > len(self._entries) or not any(name.startswith(last) for name in self._entries):
             raise TensorError(
                 f"{self.path}: the metadata says n_layers {config.n_layers}, but the last layer is not in the file"
             )

@@ -12,7 +12,7 @@ from calmnb.config import ModelConfig, RopeScaling
 from calmnb.convert.gguf_file import GgufFile
 from calmnb.convert.gguf_tokenizer import bos_and_eos, import_tokenizer, stop_ids, tokenizer_settings
 from calmnb.convert.source import Source, plan_llama
-from calmnb.errors import ConfigError, FormatError, TensorError, UnsupportedError
+from calmnb.errors import CalmnbError, ConfigError, FormatError, TensorError, UnsupportedError
 
 __all__ = ["read_gguf"]
 
@@ -49,8 +49,11 @@ def read_gguf(path: Path) -> Source:
     file = GgufFile(path)
     try:
         return _read(file, path)
-    except BaseException:
+    except BaseException as error:
         file.close()
+        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError) and not isinstance(error, CalmnbError):
+            # A value of another type than its key promises: a list of strings for numbers, a string for a number.
+            raise FormatError(f"{path}: the metadata hold a value of the wrong type ({error}); the file is damaged") from error
         raise
 
 
@@ -170,12 +173,19 @@ def _read_scaling(
     if kind == "yarn":
         if not factor > 0:
             raise FormatError(f"{path}: yarn rope scaling has the factor {factor}; it must be positive")
+        if (
+            metadata.get(f"{family}.rope.scaling.yarn_log_mul")
+            or metadata.get(f"{family}.rope.scaling.yarn_ext_factor", 1.0) != 1.0
+        ):
+            raise UnsupportedError(f"{path}: this variant of yarn rope scaling (yarn_log_mul, yarn_ext_factor) is not known")
         # llama.cpp multiplies cos and sin by attn_factor * (0.1 ln(factor) + 1).
         attention = metadata.get(f"{family}.rope.scaling.attn_factor", 1.0)
         return RopeScaling(
             "yarn",
             factor=_shortest(factor),
             original_max_seq_len=int(original) or config.max_seq_len,
+            beta_fast=float(metadata.get(f"{family}.rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(metadata.get(f"{family}.rope.scaling.yarn_beta_slow", 1.0)),
             attention_factor=None if attention == 1.0 else float(attention * (0.1 * np.log(factor) + 1.0)),
         )
     if kind != "none":
@@ -188,13 +198,13 @@ def _recognise_llama3(config: ModelConfig, file: GgufFile, path: Path) -> RopeSc
     if _ROPE_FREQS not in file.shapes:
         return None
     divisors = np.concatenate([block.reshape(-1) for block in file.rows(_ROPE_FREQS, 1)]).astype(np.float64)
-    plain, _ = config.rope_frequencies()
-    if divisors.shape == plain.shape and np.all(divisors == 1.0):
+    if np.all(divisors == 1.0):
         return None
-    for original in (8192, 16384, 4096, 32768):
+    for original in (8192, 16384, 4096, 32768) if len(divisors) == config.rotary_dim // 2 and divisors.min() > 0 else ():
+        plain, _ = config.rope_frequencies()
         scaling = RopeScaling("llama3", factor=_shortest(divisors.max()), original_max_seq_len=original)
         scaled, _ = config.replace(rope_scaling=scaling).rope_frequencies()
-        if divisors.shape == plain.shape and np.allclose(plain / divisors, scaled, rtol=1e-4):
+        if np.allclose(plain / divisors, scaled, rtol=1e-4):
             return scaling
     raise UnsupportedError(
         f"{path}: tensor {_ROPE_FREQS} scales the rotary frequencies by a rule that this version does not recognise; "

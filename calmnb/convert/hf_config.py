@@ -165,18 +165,19 @@ def _sliding_window(config: Mapping[str, Any], defaults: Mapping[str, Any], n_la
     """Width of the attention window that all layers share; 0 for none."""
     window = config.get("sliding_window", defaults["sliding_window"])
     family = architecture_of(config, path)
-    layer_types = config.get("layer_types")
+    listed = config.get("layer_types")
+    kinds = set(map(str, listed)) if isinstance(listed, list) else {"sliding_attention"}
     if window is None or family == "llama":
         return 0
     if family == "qwen2":
         if not config.get("use_sliding_window", False):
             return 0
-        if not isinstance(layer_types, list):
-            full = config.get("max_window_layers", 28)
-            layer_types = ["full_attention" if i < full else "sliding_attention" for i in range(n_layers)]
+        if not isinstance(listed, list):
+            full = _real(config.get("max_window_layers", 28), "max_window_layers", path)
+            kinds = {"full_attention"} if full >= n_layers else {"sliding_attention"}
+            kinds |= {"full_attention"} if full > 0 else set()
     if type(window) is not int or window < 1:
         raise FormatError(f"{path}: sliding_window is {window!r}; it must be a positive whole number or null")
-    kinds = set(map(str, layer_types)) if isinstance(layer_types, list) else {"sliding_attention"}
     if kinds == {"full_attention"}:
         return 0
     if kinds != {"sliding_attention"}:

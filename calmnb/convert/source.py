@@ -147,6 +147,14 @@ def plan_llama(
     UnsupportedError
         If there is a bias that calm's layout has no place for, and it is not all zeros.
     """
+    # Sizes from outside bound loops and arrays below, so they are held against the tensors first.
+    query = reader.shapes.get(name_of("model.layers.0.attn.wq.weight"))
+    if config.n_layers > len(reader.shapes) or query is None or query[0] != config.q_dim:
+        raise TensorError(
+            f"{path}: the configuration asks for {config.n_layers} layers of {config.n_heads} heads of {config.head_dim}, but "
+            f"among the {len(reader.shapes)} tensors {name_of('model.layers.0.attn.wq.weight')} "
+            f"{'is missing' if query is None else 'has the shape ' + str(list(query))}"
+        )
     order = rotary_order(config.head_dim, config.rotary_dim) if half_split else None
     output = name_of("model.output.weight")
     tied = bool(tied) or output not in reader.shapes
