@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,6 +205,7 @@ def write_container(
     """
     header = _build_header(metadata, specs)
     total = sum(spec.nbytes for spec in specs)
+    _check_space(target, len(header) + total)
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     except OSError as error:
@@ -231,6 +233,17 @@ def write_container(
     finally:
         with contextlib.suppress(FileNotFoundError):
             Path(temporary).unlink()
+
+
+def _check_space(target: Path, needed: int) -> None:
+    """Refuse at once what would fail after minutes of work. Best effort: quotas and other programs may still interfere."""
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(target.parent).free
+        if free < needed:
+            raise CalmnbError(
+                f"cannot write {target}: it takes {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free. "
+                "Free some space or choose another folder."
+            )
 
 
 def _write_all(file: Any, data: bytes | memoryview) -> None:

@@ -87,7 +87,7 @@ def tiny_tokenizer() -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "vocab": vocab,
-            "merges": ["a b", ["ab", "c"], "Ã ©", "Ġ a"],
+            "merges": ["a b", "ab c", "Ã ©", "Ġ a"],
         },
     }
 

@@ -133,10 +133,20 @@ def _read_vocabulary(folder: Path, rows: int, about: Mapping[str, Any]) -> Vocab
 
 
 def _read_bytes(path: Path) -> bytes:
-    data = path.read_bytes()
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror or error}") from error
     if data.startswith(b"version https://git-lfs"):
         raise FormatError(f"{path} is a Git LFS pointer; fetch the file with `git lfs pull` or download it again")
     return data
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is not UTF-8 text ({error}); download it again") from error
 
 
 def _read_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, str]:
@@ -152,7 +162,7 @@ def _read_templates(folder: Path, about: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
         }
     if (folder / "chat_template.jinja").exists():
-        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        found["default"] = _read_text(folder / "chat_template.jinja")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        found[path.stem] = _read_text(path)
     return found

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from calmnb.errors import FormatError, UnsupportedError
+from calmnb.errors import CalmnbError, FormatError, UnsupportedError
 
 __all__ = ["Vocabulary", "byte_alphabet", "from_sentencepiece", "from_tokenizer_json", "sentencepiece_model"]
 
@@ -76,18 +76,24 @@ def from_tokenizer_json(
     FormatError, UnsupportedError
     """
     try:
-        spec = json.loads(data.decode("utf-8"))
-        model = spec["model"]
-        vocab: dict[str, int] = model["vocab"]
-        kind = model.get("type") or ("BPE" if "merges" in model else "unknown")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _import_json(data, vocab_size, path, flags or {})
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        if isinstance(error, CalmnbError):
+            raise
         raise FormatError(f"{path} is not a tokenizer.json ({error!r}); download it again") from error
+
+
+def _import_json(data: bytes, vocab_size: int, path: Path, flags: Mapping[int, Mapping[str, Any]]) -> Vocabulary:
+    spec = json.loads(data.decode("utf-8"))
+    model = spec["model"]
+    vocab: dict[str, int] = model["vocab"]
+    kind = model.get("type") or ("BPE" if "merges" in model else "unknown")
     if kind != "BPE" or not isinstance(vocab, dict):
         raise UnsupportedError(f"{path}: the tokenizer is of type {kind}; this version reads BPE tokenizers")
-    added = _merge_added(spec, flags or {}, vocab_size)
+    added = _merge_added(spec, flags, vocab_size)
     if added is not None:
         spec["added_tokens"] = added
-        data = json.dumps(spec, ensure_ascii=False).encode("utf-8")
+        data = json.dumps(spec, ensure_ascii=False).encode("utf-8", errors="replace")
     if not all(type(index) is int and index >= 0 for index in vocab.values()):
         raise FormatError(f"{path}: the vocabulary has ids that are not non-negative integers")
     largest = max(vocab.values(), default=-1)
@@ -103,7 +109,7 @@ def from_tokenizer_json(
     tokens = [b"" if word is None else decode(word) for word in words]
     ids = dict(vocab)
     for entry in spec.get("added_tokens") or []:
-        tokens[entry["id"]] = entry["content"].encode("utf-8")[:_MAX_TOKEN_BYTES]
+        tokens[entry["id"]] = entry["content"].encode("utf-8", errors="replace")[:_MAX_TOKEN_BYTES]
         ids[entry["content"]] = entry["id"]
     scores = [0.0] * vocab_size
     for rank, merge in enumerate(model.get("merges") or []):
@@ -111,7 +117,18 @@ def from_tokenizer_json(
         made = vocab.get("".join(parts))
         if made is not None and scores[made] == 0.0:
             scores[made] = -(1.0 + rank)
+    _check_loads(data, path)
     return Vocabulary(tokens, scores, {"tokenizer.json": data}, ids)
+
+
+def _check_loads(data: bytes, path: Path) -> None:
+    """Load the tokenizer once, so that a damaged one is found now and not when the model is first used."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_buffer(data)
+    except Exception as error:  # the library raises bare Exception, for a merge that names no token for instance
+        raise FormatError(f"{path}: the tokenizer does not hold together ({error}); download it again") from error
 
 
 def _merge_added(spec: dict[str, Any], flags: Mapping[int, Mapping[str, Any]], vocab_size: int) -> list[dict[str, Any]] | None:

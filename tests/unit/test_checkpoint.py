@@ -490,6 +490,30 @@ def test_no_string_of_a_header_with_extras_holds_a_backslash(tmp_path: Path) -> 
     assert b"\\" not in data[8 : 8 + int.from_bytes(data[:8], "little")]
 
 
+def test_calm_would_open_a_file_with_extras(tmp_path: Path) -> None:
+    """Every rule of calm's loader that SPEC_calm.md 1.4 lists, held against a file of ours."""
+    extras = {"tokenizer.json": b"{}", "chat_template": b"x", "calmnb.json": b"{}"}
+    data = write_small(tmp_path / "extra.calm", extras=extras).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = data[8 : 8 + length]
+    assert text.startswith(b"{")
+    assert (8 + length) % 256 == 0
+    assert b"\\" not in text
+    header = json.loads(text)
+    metadata = header.pop("__metadata__")
+    assert all(isinstance(value, str) for value in metadata.values())
+    assert len(metadata) <= 128
+    assert len(header) <= 1024
+    sizes = {"F32": 4, "F16": 2, "F8_E5M2": 1, "I32": 4, "U8": 1}
+    for entry in header.values():
+        assert set(entry) == {"dtype", "shape", "data_offsets"}
+        begin, end = entry["data_offsets"]
+        assert 1 <= len(entry["shape"]) <= 4
+        assert 0 < math.prod(entry["shape"]) < 2**31
+        assert end - begin == math.prod(entry["shape"]) * sizes[entry["dtype"]] > 0
+        assert end <= len(data) - 8 - length
+
+
 def test_settings_reach_the_configuration(tmp_path: Path) -> None:
     scaling = {"kind": "llama3", "factor": 8.0, "original_max_seq_len": 8192}
     with opened_with(tmp_path, {"stop_ids": [0, 5], "rope_scaling": scaling, "sliding_window": 7}) as file:
@@ -572,6 +596,17 @@ def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path: Path) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    calls: list[Any] = []
+    with pytest.raises(CalmnbError, match=r"takes 0\.0 MB, and 0\.0 MB are free"):
+        write_small(tmp_path / "small.calm", progress=lambda *call: calls.append(call))
+    assert (calls, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_an_interrupt_leaves_nothing_behind_and_keeps_the_old_file(tmp_path: Path) -> None:

@@ -632,6 +632,14 @@ def test_the_tokenizers_own_bytes_are_kept(folder: Path, out: Path) -> None:
         assert file.extras["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
 
 
+def test_merges_may_be_pairs(folder: Path, out: Path) -> None:
+    spec = tiny_tokenizer()
+    spec["model"]["merges"] = [merge.split(" ") for merge in spec["model"]["merges"]]
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    with open_calm(convert(folder, out)) as file:
+        assert file.token_scores[[4, 6, 9, 10]].tolist() == [-1.0, -2.0, -3.0, -4.0]
+
+
 def test_added_token_flags_of_tokenizer_config_override_the_file(folder: Path, out: Path) -> None:
     flags = {
         "content": "<|für you|>",
