@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from calmnb.model import Model
 
-__all__ = ["app", "console", "error_console", "load_model", "print_json", "resolve_model", "table"]
+__all__ = ["app", "console", "error_console", "load_model", "one_of", "print_json", "resolve_model", "table"]
 
 #: Commands in the order that ``calmnb --help`` lists them: the order in which people meet them.
 COMMANDS = (
@@ -145,17 +146,30 @@ def load_model(
     on_full: str = "stop",
 ) -> Model:
     """Open MODEL with the options of the command line, telling on stderr when kernels are compiled."""
+    from calmnb.config import KV_DTYPES
     from calmnb.model import load
 
     return load(
         resolve_model(name),
-        device=device,
+        device=one_of("--device", device, ("auto", "cpu", "cuda", "reference")),
         threads=threads,
         seq_len=context,
-        kv_dtype=kv_dtype,
-        on_full=on_full,
+        kv_dtype=one_of("--kv-dtype", kv_dtype, KV_DTYPES),
+        on_full=one_of("--on-full", on_full, ("stop", "roll")),
         progress=_note,
     )
+
+
+def one_of(option: str, value: str, accepted: Sequence[str]) -> Any:
+    """Return `value` if it is accepted for `option`.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if value not in accepted:
+        raise ConfigError(f"{option} is {value!r}; accepted are {', '.join(accepted)}")
+    return value
 
 
 def _note(message: str, *_: object) -> None:

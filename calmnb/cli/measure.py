@@ -18,10 +18,12 @@ from calmnb.cli.common import (
     console,
     error_console,
     load_model,
+    one_of,
     print_json,
+    resolve_model,
 )
 
-__all__ = ["bandwidth", "profile"]
+__all__ = ["bandwidth", "bench", "profile"]
 
 DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
 
@@ -84,3 +86,61 @@ def profile(
     written = [str(path) for path in (output, trace, csv, plots) if path]
     if written:
         error_console().print(f"[dim]wrote {', '.join(written)}[/]", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="[MODEL]", help="A .calm file, `demo`, or `demo:DTYPE`; with --shape, leave it out."),
+    ] = "demo",
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", help="Random weights of this shape on a GPU: llama-3.2-1b, mistral-7b, llama-2-7b, ..."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option("--dtype", help="Weights of the shape: fp16, fp8, gf4; may be given again.")
+    ] = None,
+    contexts: Annotated[
+        list[int] | None, typer.Option("--at", min=0, help="Positions cached before timing; may be given again.")
+    ] = None,
+    runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs; the median is reported.")] = 5,
+    tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="Tokens timed in each run.")] = 128,
+    kv_dtype: KvDtype = "fp16",
+    device: Device = "auto",
+    threads: Threads = None,
+    results: Annotated[Path | None, typer.Option("--append", help="Append the rows to this JSON-lines file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Time greedy decoding, token loop and all, and hold it against the memory's peak.
+
+    Example: `calmnb bench --shape mistral-7b --dtype fp8 --at 0 --at 4000`
+    """
+    import dataclasses
+    from typing import Any
+
+    from calmnb.bench import append_results, format_rows
+    from calmnb.bench import bench as run
+    from calmnb.config import WEIGHT_DTYPES
+
+    notes = error_console()
+    options: dict[str, Any] = {
+        "contexts": tuple(contexts or (0,)),
+        "kv_dtype": kv_dtype,
+        "device": device,
+        "runs": runs,
+        "tokens": tokens,
+        "threads": threads,
+        "progress": lambda line: notes.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True),
+    }
+    if shape:
+        dtypes = [one_of("--dtype", each, WEIGHT_DTYPES) for each in dtype or ["fp16"]]
+        rows = [row for each in dtypes for row in run(shape, dtype=each, **options)]
+    else:
+        rows = run(resolve_model(model), **options)
+    if results:
+        append_results(results, rows)
+    if as_json:
+        print_json([dataclasses.asdict(row) for row in rows])
+    else:
+        typer.echo(format_rows(rows))
