@@ -54,6 +54,7 @@ from calmnb.engine.cpu_simd import (
     set_f64,
     set_i64,
     spin_hint,
+    stay_call,
     vadd,
     vload,
     vset,
@@ -106,6 +107,7 @@ def now(ctx, private):
 @_njit
 def stamp(ctx, tid, private, index):
     """Thread 0 notes the time, if anyone records."""
+    stay_call()
     if tid == 0:
         stamps = field(ctx, STAMPS)
         if stamps != 0:
@@ -115,6 +117,7 @@ def stamp(ctx, tid, private, index):
 @_njit
 def barrier(ctx):
     """Wait for all threads: the n-th group of arrivals completes when the counter reaches n * threads."""
+    stay_call()
     n_threads = field(ctx, THREADS)
     if n_threads == 1:
         return
@@ -136,6 +139,7 @@ def barrier(ctx):
 @_njit
 def finish_qkv(ctx, layer, first, last, qkv, rope, slot):
     """Rows first to last - 1 of q, k and v: bias, clamp, rotary embedding, and store k and v at `slot`."""
+    stay_call()
     hd, n_heads, n_kv = field(ctx, HEAD_DIM), field(ctx, N_HEADS), field(ctx, N_KV_HEADS)
     half, kv_dtype = field(ctx, ROTARY_DIM) // 2, field(ctx, KV_DTYPE)
     bias, clip = get_i64(layer + 8 * L_BIAS), _F(get_f64(ctx + 8 * CLIP))
@@ -170,6 +174,7 @@ def finish_qkv(ctx, layer, first, last, qkv, rope, slot):
 @_njit
 def turn_sinks(ctx, layer, private):
     """Rotate the keys in slots 0 and 1 by one position, in cache precision."""
+    stay_call()
     hd, half, kv_dtype = field(ctx, HEAD_DIM), field(ctx, ROTARY_DIM) // 2, field(ctx, KV_DTYPE)
     keys, turn, blocks = get_i64(layer + 8 * L_KEYS), field(ctx, TURN), (field(ctx, SEQ_LEN) + 15) // 16
     for head in range(field(ctx, N_KV_HEADS)):
@@ -186,6 +191,7 @@ def turn_sinks(ctx, layer, private):
 @_njit
 def attention(ctx, layer, tid, first, last, private):
     """This thread's share of (kv head, chunk) pairs over positions first to last - 1."""
+    stay_call()
     hd, n_kv, kv_dtype = field(ctx, HEAD_DIM), field(ctx, N_KV_HEADS), field(ctx, KV_DTYPE)
     group, blocks, hdp = field(ctx, N_HEADS) // n_kv, (field(ctx, SEQ_LEN) + 15) // 16, pad16(hd)
     itemsize = 2 if kv_dtype == FP16 else 1
@@ -211,6 +217,7 @@ def attention(ctx, layer, tid, first, last, private):
 @_njit
 def step(ctx, tid, private):
     """Decode one token: A0 token, A1 pos, A2 slot, A3 kv length, A4 whether sinks turn, A5 whether logits are wanted."""
+    stay_call()
     n_threads, dtype, dim, hidden = field(ctx, THREADS), field(ctx, DTYPE), field(ctx, DIM), field(ctx, HIDDEN)
     hd, n_heads, n_kv = field(ctx, HEAD_DIM), field(ctx, N_HEADS), field(ctx, N_KV_HEADS)
     half, parallel, n_experts = field(ctx, ROTARY_DIM) // 2, field(ctx, PARALLEL), field(ctx, N_EXPERTS)
@@ -316,6 +323,7 @@ def step(ctx, tid, private):
 @_njit
 def decode_rows(ctx, tid):
     """A0 rows of A1 columns of storage A2 at A3 to float32 at A4."""
+    stay_call()
     n, cols, dtype, source, target = field(ctx, A0), field(ctx, A1), field(ctx, A2), field(ctx, A3), field(ctx, A4)
     lo, hi = share(n, 1, tid, field(ctx, THREADS))
     for r in range(lo, hi):
@@ -325,6 +333,7 @@ def decode_rows(ctx, tid):
 @_njit
 def norm_rows(ctx, tid):
     """A0 rows of the residual stream at A1, by the gain at A2, to A3."""
+    stay_call()
     n, dim = field(ctx, A0), field(ctx, DIM)
     lo, hi = share(n, 1, tid, field(ctx, THREADS))
     eps, layer_norm = _F(get_f64(ctx + 8 * EPS)), field(ctx, LAYER_NORM) != 0
@@ -335,6 +344,7 @@ def norm_rows(ctx, tid):
 @_njit
 def rope_rows(ctx, tid):
     """Finish A0 rows of q, k, v at A1 for the layer row A2, at slots from A3 on, with the rotary table A4."""
+    stay_call()
     n, half = field(ctx, A0), field(ctx, ROTARY_DIM) // 2
     width = (field(ctx, N_HEADS) + 2 * field(ctx, N_KV_HEADS)) * field(ctx, HEAD_DIM)
     lo, hi = share(n, 1, tid, field(ctx, THREADS))
@@ -348,6 +358,7 @@ def kv_rows(ctx, tid):
 
     Keys go to A4 as (head_dim, 16 * blocks), values to A5 as (16 * blocks, head_dim padded).
     """
+    stay_call()
     head, layer, n_blocks, block0 = field(ctx, A0), field(ctx, A1), field(ctx, A2), field(ctx, A3)
     hd, kv_dtype, blocks = field(ctx, HEAD_DIM), field(ctx, KV_DTYPE), (field(ctx, SEQ_LEN) + 15) // 16
     itemsize, hdp = 2 if kv_dtype == FP16 else 1, pad16(field(ctx, HEAD_DIM))
@@ -363,6 +374,7 @@ def kv_rows(ctx, tid):
 @_njit
 def softmax_rows(ctx, tid):
     """Causal softmax of A0 rows of A1 float32 at A2; row r belongs to the token at column A3 + r // A4."""
+    stay_call()
     n, length, group, window = field(ctx, A0), field(ctx, A1), field(ctx, A4), field(ctx, WINDOW)
     scale = _F(1.0 / math.sqrt(_F(field(ctx, HEAD_DIM))))
     lo, hi = share(n, 1, tid, field(ctx, THREADS))
@@ -375,6 +387,7 @@ def softmax_rows(ctx, tid):
 @_njit
 def gate_rows(ctx, tid):
     """Activate A0 float32 (a multiple of 16) at A1 and multiply by those at A2."""
+    stay_call()
     lo, hi = share(field(ctx, A0), 16, tid, field(ctx, THREADS))
     gate(field(ctx, ACT), field(ctx, A1), field(ctx, A2), lo, hi)
 
@@ -382,6 +395,7 @@ def gate_rows(ctx, tid):
 @_njit
 def read_rows(ctx, tid, private):
     """Read A0 bytes at A1 and do next to nothing with them: the ceiling of every stage here."""
+    stay_call()
     lo, hi = share(field(ctx, A0), 4096, tid, field(ctx, THREADS))
     base = field(ctx, A1)
     a, b, c, d = vset(_F(0.0)), vset(_F(0.0)), vset(_F(0.0)), vset(_F(0.0))

@@ -22,10 +22,12 @@ from calmnb.engine.cpu_simd import (
     get_u8,
     get_u16,
     get_u32,
+    has_many_registers,
     prefetch,
     set_f32,
     set_u8,
     set_u16,
+    stay_call,
     vadd,
     vdiv,
     vexp2_scale,
@@ -52,8 +54,11 @@ from calmnb.engine.cpu_simd import (
 FP16, FP8, GF4 = 0, 1, 2
 #: Context positions that one attention task covers; a constant, so that sums never depend on the number of threads.
 CHUNK = 64
-#: How far ahead weights are asked for, in bytes. About 2 KB was the plateau on AMD EPYC.
-AHEAD = 3072
+#: How far ahead weights are asked for, in bytes. Memory is asked for in one straight line although several rows are
+#: computed together: with one prefetch stream a row, an AMD EPYC core read at 10 GB/s instead of 20. 2 to 12 KB do alike.
+AHEAD = 6144
+#: Whether four rows of gf4 fit in vector registers (AVX-512 has 32, AVX2 has 16, each half as wide).
+MANY_REGISTERS = has_many_registers()
 
 # The numpy error model leaves out checks for division by zero, which would need an exception path in every loop.
 _njit = njit(nogil=True, error_model="numpy")
@@ -90,6 +95,7 @@ def stored_value(dtype, address, index):
 @_njit
 def store_rounded(dtype, address, index, value):
     """Store a float32 as fp16 or fp8: nearest even, saturating at the largest finite value."""
+    stay_call()
     bits = float_bits(value)
     sign = bits >> np.uint32(31)
     size = bits_float(np.uint32(bits & np.uint32(0x7FFFFFFF)))
@@ -122,6 +128,7 @@ def prepare(dtype, x, n, out):
     fp16 and fp8 read x as it stands. gf4 wants eight planes of n/8 (padded to 16), plane j holding x[8 i + j] times
     ``-2^-(10 + 3 j)`` so that ``word & (7 << (8 + 3 j))`` needs no shift, then a plane of the sums of eight.
     """
+    stay_call()
     if dtype != GF4:
         return x
     n_words = n // 8
@@ -148,6 +155,7 @@ def prepare(dtype, x, n, out):
 
 @_njit
 def _tail(dtype, w, x, start, n):
+    stay_call()
     total = _ZERO
     for i in range(start, n):
         total += stored_value(dtype, w, i) * get_f32(x + 4 * i)
@@ -155,43 +163,35 @@ def _tail(dtype, w, x, start, n):
 
 
 @_njit
-def _dot4_f16(w, row, x, n, out):
-    a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
-    w1, w2, w3 = w + row, w + 2 * row, w + 3 * row
+def _dot2_f16(w, row, x, n, out):
+    stay_call()
+    a, b = vset(_ZERO), vset(_ZERO)
+    w1, ask = w + row, w + AHEAD
     i = 0
     while i + 32 <= n:
         o = 2 * i
-        prefetch(w + o + AHEAD)
-        prefetch(w1 + o + AHEAD)
-        prefetch(w2 + o + AHEAD)
-        prefetch(w3 + o + AHEAD)
+        prefetch(ask)
+        prefetch(ask + 64)
+        ask += 128
         v = vload(x + 4 * i)
         a = vfma(vload_f16(w + o), v, a)
         b = vfma(vload_f16(w1 + o), v, b)
-        c = vfma(vload_f16(w2 + o), v, c)
-        d = vfma(vload_f16(w3 + o), v, d)
         v = vload(x + 4 * i + 64)
         a = vfma(vload_f16(w + o + 32), v, a)
         b = vfma(vload_f16(w1 + o + 32), v, b)
-        c = vfma(vload_f16(w2 + o + 32), v, c)
-        d = vfma(vload_f16(w3 + o + 32), v, d)
         i += 32
     while i + 16 <= n:
-        o = 2 * i
         v = vload(x + 4 * i)
-        a = vfma(vload_f16(w + o), v, a)
-        b = vfma(vload_f16(w1 + o), v, b)
-        c = vfma(vload_f16(w2 + o), v, c)
-        d = vfma(vload_f16(w3 + o), v, d)
+        a = vfma(vload_f16(w + 2 * i), v, a)
+        b = vfma(vload_f16(w1 + 2 * i), v, b)
         i += 16
     set_f32(out, vsum(a) + _tail(FP16, w, x, i, n))
     set_f32(out + 4, vsum(b) + _tail(FP16, w1, x, i, n))
-    set_f32(out + 8, vsum(c) + _tail(FP16, w2, x, i, n))
-    set_f32(out + 12, vsum(d) + _tail(FP16, w3, x, i, n))
 
 
 @_njit
 def _dot1_f16(w, x, n, out):
+    stay_call()
     a = vset(_ZERO)
     i = 0
     while i + 16 <= n:
@@ -201,38 +201,40 @@ def _dot1_f16(w, x, n, out):
 
 
 @_njit
-def _dot4_f8(w, row, x, n, out):
-    a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
-    w1, w2, w3 = w + row, w + 2 * row, w + 3 * row
+def _dot2_f8(w, row, x, n, out):
+    stay_call()
+    a, b = vset(_ZERO), vset(_ZERO)
+    w1, ask = w + row, w + AHEAD
     i = 0
     while i + 64 <= n:
-        prefetch(w + i + AHEAD)
-        prefetch(w1 + i + AHEAD)
-        prefetch(w2 + i + AHEAD)
-        prefetch(w3 + i + AHEAD)
-        for part in range(4):
-            o = i + 16 * part
-            v = vload(x + 4 * o)
-            a = vfma(vload_e5m2(w + o), v, a)
-            b = vfma(vload_e5m2(w1 + o), v, b)
-            c = vfma(vload_e5m2(w2 + o), v, c)
-            d = vfma(vload_e5m2(w3 + o), v, d)
+        prefetch(ask)
+        prefetch(ask + 64)
+        ask += 128
+        v = vload(x + 4 * i)
+        a = vfma(vload_e5m2(w + i), v, a)
+        b = vfma(vload_e5m2(w1 + i), v, b)
+        v = vload(x + 4 * i + 64)
+        a = vfma(vload_e5m2(w + i + 16), v, a)
+        b = vfma(vload_e5m2(w1 + i + 16), v, b)
+        v = vload(x + 4 * i + 128)
+        a = vfma(vload_e5m2(w + i + 32), v, a)
+        b = vfma(vload_e5m2(w1 + i + 32), v, b)
+        v = vload(x + 4 * i + 192)
+        a = vfma(vload_e5m2(w + i + 48), v, a)
+        b = vfma(vload_e5m2(w1 + i + 48), v, b)
         i += 64
     while i + 16 <= n:
         v = vload(x + 4 * i)
         a = vfma(vload_e5m2(w + i), v, a)
         b = vfma(vload_e5m2(w1 + i), v, b)
-        c = vfma(vload_e5m2(w2 + i), v, c)
-        d = vfma(vload_e5m2(w3 + i), v, d)
         i += 16
     set_f32(out, vsum(a) + _tail(FP8, w, x, i, n))
     set_f32(out + 4, vsum(b) + _tail(FP8, w1, x, i, n))
-    set_f32(out + 8, vsum(c) + _tail(FP8, w2, x, i, n))
-    set_f32(out + 12, vsum(d) + _tail(FP8, w3, x, i, n))
 
 
 @_njit
 def _dot1_f8(w, x, n, out):
+    stay_call()
     a = vset(_ZERO)
     i = 0
     while i + 16 <= n:
@@ -257,29 +259,66 @@ def _words_gf4(words, planes, stride, acc):
 
 
 @_njit
-def _dot2_gf4(w, row, planes, n, out):
-    a, b = vset(_ZERO), vset(_ZERO)
+def _dot4_gf4(w, row, planes, n, out):
+    stay_call()
+    a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
     n_words = n // 8
     stride = 4 * pad16(n_words)
-    w1 = w + row
+    w1, w2, w3, ask = w + row, w + 2 * row, w + 3 * row, w + AHEAD
     i = 0
     while i + 16 <= n_words:
         o = 4 * i
-        prefetch(w + o + AHEAD)
-        prefetch(w1 + o + AHEAD)
+        prefetch(ask)
+        prefetch(ask + 64)
+        prefetch(ask + 128)
+        prefetch(ask + 192)
+        ask += 256
+        a = _words_gf4(vload_i32(w + o), planes + o, stride, a)
+        b = _words_gf4(vload_i32(w1 + o), planes + o, stride, b)
+        c = _words_gf4(vload_i32(w2 + o), planes + o, stride, c)
+        d = _words_gf4(vload_i32(w3 + o), planes + o, stride, d)
+        i += 16
+    if i < n_words:
+        o, left = 4 * i, n_words - i
+        prefetch(ask)
+        prefetch(ask + 64)
+        a = _words_gf4(vload_i32_first(w + o, left), planes + o, stride, a)
+        b = _words_gf4(vload_i32_first(w1 + o, left), planes + o, stride, b)
+        c = _words_gf4(vload_i32_first(w2 + o, left), planes + o, stride, c)
+        d = _words_gf4(vload_i32_first(w3 + o, left), planes + o, stride, d)
+    set_f32(out, vsum(a))
+    set_f32(out + 4, vsum(b))
+    set_f32(out + 8, vsum(c))
+    set_f32(out + 12, vsum(d))
+
+
+@_njit
+def _dot2_gf4(w, row, planes, n, out):
+    stay_call()
+    a, b = vset(_ZERO), vset(_ZERO)
+    n_words = n // 8
+    stride = 4 * pad16(n_words)
+    w1, ask = w + row, w + AHEAD
+    i = 0
+    while i + 16 <= n_words:
+        o = 4 * i
+        prefetch(ask)
+        prefetch(ask + 64)
+        ask += 128
         a = _words_gf4(vload_i32(w + o), planes + o, stride, a)
         b = _words_gf4(vload_i32(w1 + o), planes + o, stride, b)
         i += 16
     if i < n_words:
-        o = 4 * i
-        a = _words_gf4(vload_i32_first(w + o, n_words - i), planes + o, stride, a)
-        b = _words_gf4(vload_i32_first(w1 + o, n_words - i), planes + o, stride, b)
+        o, left = 4 * i, n_words - i
+        a = _words_gf4(vload_i32_first(w + o, left), planes + o, stride, a)
+        b = _words_gf4(vload_i32_first(w1 + o, left), planes + o, stride, b)
     set_f32(out, vsum(a))
     set_f32(out + 4, vsum(b))
 
 
 @_njit
 def _dot1_gf4(w, planes, n, out):
+    stay_call()
     a = vset(_ZERO)
     n_words = n // 8
     stride = 4 * pad16(n_words)
@@ -305,34 +344,37 @@ def row_bytes(dtype, n):
 @_njit
 def matvec(dtype, w, n, x, first, last, out):
     """``out[r] = W[r] . x`` for rows first to last - 1 of a matrix with n columns; x from `prepare`."""
+    stay_call()
     row = row_bytes(dtype, n)
     r = first
     if dtype == FP16:
-        while r + 4 <= last:
-            _dot4_f16(w + r * row, row, x, n, out + 4 * r)
-            r += 4
-        while r < last:
+        while r + 2 <= last:
+            _dot2_f16(w + r * row, row, x, n, out + 4 * r)
+            r += 2
+        if r < last:
             _dot1_f16(w + r * row, x, n, out + 4 * r)
-            r += 1
     elif dtype == FP8:
-        while r + 4 <= last:
-            _dot4_f8(w + r * row, row, x, n, out + 4 * r)
-            r += 4
-        while r < last:
+        while r + 2 <= last:
+            _dot2_f8(w + r * row, row, x, n, out + 4 * r)
+            r += 2
+        if r < last:
             _dot1_f8(w + r * row, x, n, out + 4 * r)
-            r += 1
     else:
+        if MANY_REGISTERS:
+            while r + 4 <= last:
+                _dot4_gf4(w + r * row, row, x, n, out + 4 * r)
+                r += 4
         while r + 2 <= last:
             _dot2_gf4(w + r * row, row, x, n, out + 4 * r)
             r += 2
-        while r < last:
+        if r < last:
             _dot1_gf4(w + r * row, x, n, out + 4 * r)
-            r += 1
 
 
 @_njit
 def decode_row(dtype, w, n, out):
     """Decode n stored weights to float32."""
+    stay_call()
     if dtype == GF4:
         for i in range(n // 8):
             word = get_u32(w + 4 * i)
@@ -380,6 +422,7 @@ def vexp(x):
 @_njit
 def normalise(x, gain, n, eps, is_layer_norm, out):
     """RMS norm of x, or layer norm without bias."""
+    stay_call()
     whole = n // 16 * 16
     mean = _ZERO
     if is_layer_norm:
@@ -410,6 +453,7 @@ def normalise(x, gain, n, eps, is_layer_norm, out):
 @_njit
 def gate(kind, a, b, first, last):
     """``a[i] = act(a[i]) * b[i]``; kind 0 is SiLU, 1 tanh GELU. `first` and the buffers are padded to sixteen."""
+    stay_call()
     one = vset(_ONE)
     for i in range(first, last, 16):
         z = vload(a + 4 * i)
@@ -423,6 +467,7 @@ def gate(kind, a, b, first, last):
 @_njit
 def add_scaled(x, y, weight, first, last):
     """``x[i] += weight * y[i]``."""
+    stay_call()
     for i in range(first, last):
         set_f32(x + 4 * i, get_f32(x + 4 * i) + weight * get_f32(y + 4 * i))
 
@@ -438,6 +483,7 @@ def rotate_pair(address, cos, sin):
 @_njit
 def choose_experts(scores, n, k, chosen, weights):
     """Write the indices of the k largest scores to `chosen` (float32) and their softmax to `weights`. Ties: lower index."""
+    stay_call()
     for j in range(k):
         best = -1
         for e in range(n):
@@ -474,6 +520,7 @@ def vload_kv(dtype, address, index):
 @_njit
 def _scores(dtype, keys, hd, q, q_stride, heads, out, scale):
     """Sixteen scores for each of 1, 2 or 4 heads; out has CHUNK float32 a head."""
+    stay_call()
     a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
     if heads == 4:
         for i in range(hd):
@@ -500,6 +547,7 @@ def _scores(dtype, keys, hd, q, q_stride, heads, out, scale):
 @_njit
 def _mix(dtype, values, hdp, p, first, last, heads, out):
     """``out[h] = sum of p[h][t] * value[t]`` for 1, 2 or 4 heads; out has hdp float32 a head."""
+    stay_call()
     for i in range(0, hdp, 16):
         a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
         if heads == 4:
@@ -543,6 +591,7 @@ def attend_chunk(dtype, keys, values, hd, q, n_heads, first, last, scratch, maxi
     maxima, sums, mixed
         Per head: the largest score, the sum of exponentials, the weighted values (hdp float32), at the given strides.
     """
+    stay_call()
     hdp = pad16(hd)
     itemsize = 2 if dtype == FP16 else 1
     scale = vset(_F(_ONE / math.sqrt(_F(hd))))
@@ -588,6 +637,7 @@ def attend_chunk(dtype, keys, values, hd, q, n_heads, first, last, scratch, maxi
 @_njit
 def combine_chunks(maxima, sums, mixed, first, last, hd, weights, out):
     """Join the chunks first to last - 1 of one head: ``out = sum of e^(m_c - M) mixed_c / sum of e^(m_c - M) sum_c``."""
+    stay_call()
     hdp = pad16(hd)
     top = get_f32(maxima + 4 * first)
     for c in range(first + 1, last):
@@ -614,6 +664,7 @@ def combine_chunks(maxima, sums, mixed, first, last, hd, weights, out):
 @_njit
 def softmax_row(row, first, last, length, scale):
     """In place: softmax of ``scale * row[first:last]``; zeros elsewhere. `length` and the row are padded to sixteen."""
+    stay_call()
     factor = vset(scale)
     start, stop = first // 16 * 16, (last + 15) // 16 * 16
     for t in range(start, first):

@@ -68,6 +68,11 @@ def has_half_hardware() -> bool:
     return bool(features.get("f16c")) and bool(features.get("avx2"))
 
 
+def has_many_registers() -> bool:
+    """Whether there are 32 registers of sixteen float32 (AVX-512)."""
+    return bool(binding.get_host_cpu_features().get("avx512f"))
+
+
 def _has_fma() -> bool:
     return platform.machine().lower() in ("arm64", "aarch64") or bool(binding.get_host_cpu_features().get("fma"))
 
@@ -361,6 +366,17 @@ def prefetch(typingctx: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def stay_call(typingctx: Any) -> Any:
+    """Keep the function that says this out of its callers: big loops inlined everywhere tripled the compile time."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.none(), codegen
 
 
 # -- intrinsics: threads and time ----------------------------------------------------------------------------------------
