@@ -1,0 +1,620 @@
+"""Chat with a model in a notebook, and watch where each token's time and bytes go.
+
+`ChatWidget` ties a `Conversation` to the browser half in ``static/``, which only draws. Three kinds of thread take part.
+The model's worker computes tokens. The widget's own thread batches what is new into one message every 40 ms, because one
+message a token makes a browser fall seconds behind, and is the only one that publishes. The kernel's threads, where
+cells and clicks arrive, only set flags and put requests in queues, so that Stop never waits for anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from calmnb.errors import BusyError, CalmnbError, ConfigError
+from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
+from calmnb.profile.recorder import SessionRecorder
+from calmnb.widgets import bridge
+from calmnb.widgets.assets import bundle, static_text
+from calmnb.widgets.conversation import Conversation, explain
+from calmnb.widgets.downloads import make_download
+from calmnb.widgets.panels import LAYER_STAGES
+from calmnb.widgets.transcript import Message, to_html, to_json, to_markdown
+from calmnb.widgets.worker import ModelWorker, Run, adopt, worker_for
+
+__all__ = ["ChatWidget"]
+
+_log = logging.getLogger("calmnb")
+
+#: New text is sent this often, in seconds.
+FLUSH_S = 0.04
+
+_INFO = ("model", "dtype", "kv_dtype", "engine", "device", "threads", "time_source", "seq_len", "n_params", "model_bytes")
+
+
+class ChatWidget(anywidget.AnyWidget):
+    """A chat on the left, live figures of every token on the right.
+
+    Parameters
+    ----------
+    model : Model, or path of a ``.calm`` file
+        A path is loaded in the background, with its progress in the widget.
+    system : str, optional
+        System prompt.
+    max_tokens : int
+        Longest answer, in tokens.
+    peak : float, optional
+        Memory bandwidth in GB/s that percentages refer to. By default this machine's own, measured once
+        (or the data sheet's, on a GPU).
+    height : int
+        Least height of the transcript in pixels, at least 160.
+    temperature : float
+        0 always takes the likeliest token.
+    **sampling
+        ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty``, ``seed``: see `calmnb.sampler.Sampling`.
+
+    Attributes
+    ----------
+    system : str
+        The system prompt of the next answer; may be set.
+    sampling : dict
+        ``max_tokens`` and the sampling options; change them with `configure`.
+
+    Raises
+    ------
+    ConfigError
+        If an option is out of range.
+
+    Notes
+    -----
+    Everything shown can be read back: `messages`, `session`, `figures`. `ask` and `aask` wait for the answer; `send`
+    returns at once. Interrupting the kernel ends `ask` and `aask`, and the answer with them; for an answer started by
+    `send` or in the browser, use Stop or `stop`. Widgets that share a model take turns.
+
+    Examples
+    --------
+    >>> chat = ChatWidget(calmnb.load("model.calm"))  # doctest: +SKIP
+    >>> chat.ask("Why is the sky blue?")  # doctest: +SKIP
+    """
+
+    _esm = bundle("format.js", "charts.js", "panels.js", "chat.js")
+    _css = static_text("chat.css")
+
+    info = traitlets.Dict().tag(sync=True)
+    status = traitlets.Unicode("loading").tag(sync=True)
+    progress = traitlets.Dict().tag(sync=True)
+    notice = traitlets.Unicode("").tag(sync=True)
+    run_id = traitlets.Int(0).tag(sync=True)
+    transcript: Any = traitlets.List().tag(sync=True)
+    token_data = traitlets.Bytes(b"").tag(sync=True)
+    summary = traitlets.Dict().tag(sync=True)
+    points_data = traitlets.Bytes(b"").tag(sync=True)
+    layers_data = traitlets.Bytes(b"").tag(sync=True)
+    sampling = traitlets.Dict().tag(sync=True)
+    system = traitlets.Unicode("").tag(sync=True)
+    height = traitlets.Int(360).tag(sync=True)
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        system: str | None = None,
+        max_tokens: int = 512,
+        peak: float | None = None,
+        height: int = 360,
+        temperature: float = 0.7,
+        **sampling: Any,
+    ) -> None:
+        if peak is not None and not 0 < peak < 1e6:
+            raise ConfigError(f"peak is {peak}; it must be a bandwidth in GB/s, above 0 (or None to measure it)")
+        if height < 160:
+            raise ConfigError(f"height is {height}; it must be at least 160 pixels")
+        chosen = _checked_sampling({"max_tokens": max_tokens, "temperature": temperature} | sampling)
+        self._chat = Conversation()
+        self._model: Any = None
+        self._peak, self._peak_label = peak, f"{peak:.4g} GB/s (given)" if peak else ""
+        self._closed = False
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        super().__init__(system=system or "", height=height, sampling=chosen)
+        self._static_id = f"calmnb-{self.model_id}"
+        bridge.use_own_subshell(self.comm)
+        self.on_msg(self._on_browser_message)
+        if isinstance(model, str | os.PathLike):
+            self._worker = ModelWorker("load")
+        else:
+            self._worker = worker_for(model)
+            self._take_model(model)
+        bridge.start_thread(self._serve, name=f"calmnb-chat-{self.model_id[:6]}")
+        self._worker.submit(lambda: self._start(model))
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The model; None while its file is still loading."""
+        return self._model
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation, as a chat template takes it: dicts with ``role`` and ``content``, system prompt first."""
+        return self._chat.as_prompt(self.system)
+
+    @property
+    def session(self) -> Any:
+        """A `calmnb.profile.Session` of every step of this conversation so far."""
+        if self._chat.recorder is None:
+            raise BusyError("the chat's model is still loading; wait for it with chat.wait()")
+        return self._chat.recorder.session()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What the panels show for the latest answer; see `calmnb.widgets.panels.LivePanels.summary`."""
+        return self._chat.summary()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this chat is answering, or waiting for its turn."""
+        return self._chat.run is not None
+
+    def __repr__(self) -> str:
+        return f"ChatWidget({self.info.get('model', 'loading')}, {len(self.messages)} messages, {self.status})"
+
+    # ---- acting -----------------------------------------------------------------------------------------------------
+
+    def send(self, text: Any, buffers: Any = None, **options: Any) -> None:
+        """Say `text` and return at once; the answer streams into the widget.
+
+        Parameters
+        ----------
+        text : str
+            Not empty.
+        **options
+            ``max_tokens`` and sampling options for this answer only.
+
+        Raises
+        ------
+        BusyError
+            If this chat is already answering.
+        ConfigError
+            If `text` is blank or an option is out of range.
+        """
+        if isinstance(text, dict):  # ipywidgets' own meaning of the name: a message to the views
+            super().send(text, buffers)
+        else:
+            self._begin(text, options)
+
+    def ask(self, text: str, **options: Any) -> str:
+        """Say `text`, wait for the answer and return it.
+
+        Interrupting the kernel stops the answer, keeps what was said so far, and raises KeyboardInterrupt.
+        Options and errors are those of `send`, and any error of the answer itself.
+        """
+        run, message = self._begin(text, options)
+        try:
+            while not run.finished.wait(0.1):
+                pass
+        except KeyboardInterrupt:
+            run.stop()
+            run.finished.wait(10)
+            raise
+        return _answer(run, message)
+
+    async def aask(self, text: str, **options: Any) -> str:
+        """Like `ask`, for ``await``: the kernel goes on handling other messages meanwhile. Cancelling stops the answer."""
+        run, message = self._begin(text, options)
+        try:
+            while not run.finished.is_set():
+                await asyncio.sleep(0.02)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            run.stop()
+            raise
+        return _answer(run, message)
+
+    def stop(self) -> None:
+        """End the answer in progress before its next token, keeping its text. Does nothing when there is none."""
+        run = self._chat.run
+        if run is not None:
+            run.stop()
+            self._post(self._publish_status)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the model is loaded and no answer is in progress.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds; None waits as long as it takes.
+
+        Returns
+        -------
+        bool
+            False if `timeout` passed first.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.is_busy or self.status == "loading":
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def retry(self) -> None:
+        """Answer the last message again; returns at once.
+
+        Raises
+        ------
+        ConfigError
+            If nothing has been said yet.
+        BusyError
+            If this chat is already answering.
+        """
+        with self._chat.lock:
+            self._check_ready()
+            text = self._chat.take_back(self._chat.last_user_index())
+            self._begin(text, {})
+
+    def edit(self, index: int, text: str) -> None:
+        """Replace what you said in message `index`, forget what came after, and answer again; returns at once.
+
+        Parameters
+        ----------
+        index : int
+            Index into `messages`; negative counts from the end. It must be one of yours, or the system prompt, which is
+            replaced without a new answer.
+        text : str
+        """
+        _check_text(text)
+        with self._chat.lock:
+            self._check_ready()
+            messages = self.messages
+            where = index + len(messages) if index < 0 else index
+            if self.system and where == 0:
+                self.system = text
+                return
+            self._chat.take_back(where - bool(self.system) if where >= 0 else -len(messages) - 1)
+            self._begin(text, {})
+
+    def new(self) -> None:
+        """Start a new conversation: stops the answer in progress, forgets messages, figures and session."""
+        self.stop()
+        self.wait()
+        self._clear()
+
+    def configure(self, **options: Any) -> None:
+        """Change ``max_tokens`` or sampling options for the following answers; ConfigError if one is out of range."""
+        self.sampling = _checked_sampling(dict(self.sampling) | options)
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the conversation to `path`; the suffix chooses Markdown (``.md``), ``.json`` or ``.html``.
+
+        Returns
+        -------
+        Path
+
+        Raises
+        ------
+        ConfigError
+            If the suffix is another one.
+        """
+        target = Path(path)
+        target.write_text(self._exported(target.suffix.lower().lstrip(".")), encoding="utf-8")
+        return target
+
+    def static_html(self) -> str:
+        """The conversation and headline as escaped HTML without scripts: what a saved notebook shows without a kernel."""
+        with self._chat.lock:
+            return to_html(self._chat.messages, self.info, self.figures, self.system, self._static_id)
+
+    def close(self) -> None:
+        """Stop, and free the widget. The model stays open."""
+        self._closed = True
+        run = self._chat.run
+        if run is not None:
+            run.stop()
+        self._post(lambda: None)
+        super().close()
+
+    # ---- showing ----------------------------------------------------------------------------------------------------
+
+    def _ipython_display_(self, **kwargs: Any) -> None:
+        """Show the live widget, and below it the static view, which the live one hides as long as it is there."""
+        from IPython.display import display
+
+        found = super()._repr_mimebundle_(**kwargs)
+        live = dict(found[0] if isinstance(found, tuple) else found or {}) | {"text/plain": repr(self)}
+        display(live, raw=True)  # type: ignore[no-untyped-call]
+        display(self._static_bundle(), raw=True, display_id=self._static_id)  # type: ignore[no-untyped-call]
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        found = super()._repr_mimebundle_(**kwargs)
+        if not isinstance(found, tuple):
+            return found
+        return dict(found[0]) | self._static_bundle(), dict(found[1])
+
+    def _static_bundle(self) -> dict[str, str]:
+        return {"text/html": self.static_html(), "text/plain": repr(self)}
+
+    def _update_static(self) -> None:
+        """Refresh the static view in the notebook document, so that a saved notebook shows the conversation."""
+        from IPython.core.getipython import get_ipython
+
+        shell = get_ipython()
+        if shell is not None and hasattr(shell, "kernel"):
+            shell.display_pub.publish(self._static_bundle(), {}, transient={"display_id": self._static_id}, update=True)
+
+    # ---- starting, in the model's worker ------------------------------------------------------------------------------
+
+    def _start(self, source: Any) -> None:
+        try:
+            if self._model is None:
+                from calmnb.model import load
+
+                self._show_progress("loading the model", 0.0)
+                model = load(source, progress=self._on_load_progress)
+                adopt(model, self._worker)
+                self._take_model(model)
+            if not self._peak:
+                self._show_progress("measuring the memory bandwidth", None)
+                self._find_peak()
+        except BaseException as error:
+            problem = explain(error)
+            self._post(lambda: self._set(status="error", notice=problem, progress={}))
+        else:
+            self._post(self._publish_start)
+
+    def _on_load_progress(self, *args: Any) -> None:
+        numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
+        words = next((a for a in args if isinstance(a, str)), "loading the model")
+        share = numbers[0] / numbers[1] if len(numbers) > 1 and numbers[1] else numbers[0] if numbers else None
+        self._show_progress(words, share)
+
+    def _show_progress(self, text: str, share: float | None) -> None:
+        self._post(lambda: self._set(progress={"text": text, "share": share}))
+
+    def _take_model(self, model: Any) -> None:
+        self._model = model
+        self._chat.attach(model, self._peak)
+        self.info = self._describe()
+
+    def _find_peak(self) -> None:
+        chat = self._chat
+        assert chat.recorder is not None
+        assert chat.panels is not None
+        peak, self._peak_label = _peak_of(chat.recorder)
+        with chat.lock:
+            chat.panels.peak_gb_per_s = peak
+
+    def _describe(self) -> dict[str, Any]:
+        """What is fixed about the model and the machine, for the browser."""
+        panels, recorder = self._chat.panels, self._chat.recorder
+        assert panels is not None
+        assert recorder is not None
+        return {key: recorder.meta.get(key) for key in _INFO} | {
+            "n_layers": panels.config.n_layers,
+            "peak_gb_per_s": panels.peak_gb_per_s,
+            "peak_label": self._peak_label,
+            "floor_line": panels.floor_line().tolist(),
+            "kv_line": panels.kv_line().tolist(),
+            "kv_full_bytes": panels.config.kv_bytes_per_token(panels.kv_dtype) * panels.seq_len,
+            "static_id": self._static_id,
+            "layer_stages": list(LAYER_STAGES),
+            "stages": {stage: {"label": STAGE_LABELS[stage], "color": color} for stage, color in STAGE_COLORS.items()},
+        }
+
+    # ---- answering ----------------------------------------------------------------------------------------------------
+
+    def _check_ready(self) -> None:
+        if self._closed:
+            raise BusyError("this chat is closed; make a new ChatWidget on the same model")
+        if self.status == "error":
+            raise ConfigError(f"this chat has no model: {self.notice}")
+        self._chat.check_idle()
+
+    def _begin(self, text: str, options: Mapping[str, Any]) -> tuple[Run, Message]:
+        _check_text(text)
+        chosen = _checked_sampling(dict(self.sampling) | dict(options))
+        with self._chat.lock:
+            self._check_ready()
+            run, answer = self._chat.begin(text)
+            prompt = self.messages
+        self._post(self._publish_conversation)
+        self._worker.submit(lambda: self._compute(run, prompt, chosen))
+        return run, answer
+
+    def _compute(self, run: Run, prompt: list[dict[str, str]], options: dict[str, Any]) -> None:
+        """In the model's worker: the whole answer."""
+
+        def start() -> Any:
+            if self._model is None:
+                raise ConfigError(f"this chat has no model: {self.notice or 'it could not be loaded'}")
+            self._chat.begin_figures()
+            return self._model.generate(prompt, recorder=self._chat.recorder, **options)
+
+        run.execute(start)
+        self._post(lambda: self._finish(run))
+
+    def _clear(self) -> None:
+        self._chat.clear()
+        self._post(self._publish_conversation)
+        self._post(self._update_static)
+
+    # ---- publishing, in the widget's own thread -----------------------------------------------------------------------
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+
+    def _serve(self) -> None:
+        next_flush = 0.0
+        while not self._closed:
+            action = None
+            with contextlib.suppress(queue.Empty):
+                action = self._inbox.get(timeout=FLUSH_S if self.is_busy else None)
+            try:
+                if action is not None:
+                    action()
+                run = self._chat.run
+                if run is not None and time.monotonic() >= next_flush:
+                    next_flush = time.monotonic() + FLUSH_S
+                    self._flush(run)
+            except Exception:
+                _log.exception("the chat widget could not be updated")
+        run = self._chat.run
+        if run is not None:  # closed while answering: nobody must wait for ever
+            run.computed.wait(10)
+            self._chat.finish(run)
+            run.finished.set()
+
+    def _set(self, **traits: Any) -> None:
+        with self.hold_sync():  # one message for all of them
+            for name, value in traits.items():
+                setattr(self, name, value)
+
+    def _publish_start(self) -> None:
+        self._set(status=self._chat.status(), progress={}, info=self._describe(), summary=self._chat.summary())
+
+    def _publish_status(self) -> None:
+        if self.status not in ("loading", "error") and self.status != (status := self._chat.status()):
+            self.status = status
+
+    def _publish_conversation(self) -> None:
+        self._set(**self._state())
+
+    def _state(self) -> dict[str, Any]:
+        with self._chat.lock:
+            run = self._chat.run
+            fixed = self.status in ("loading", "error")
+            return self._chat.state() | {
+                "run_id": run.id if run else self.run_id,
+                "status": self.status if fixed else self._chat.status(),
+                "notice": self.notice if fixed else "",
+            }
+
+    def _flush(self, run: Run) -> None:
+        message = self._chat.delta(run)
+        self._publish_status()
+        if message is not None:
+            super().send(*message)
+
+    def _finish(self, run: Run) -> None:
+        """Settle the answer and tell whoever waits."""
+        try:
+            self._flush(run)
+            self._chat.finish(run)
+            self._publish_conversation()
+        finally:
+            run.finished.set()
+        self._update_static()
+
+    # ---- from the browser ---------------------------------------------------------------------------------------------
+
+    def _on_browser_message(self, _widget: Any, content: Any, _buffers: Any) -> None:
+        """In a kernel thread, possibly not the main one: stop at once, queue everything else."""
+        if not isinstance(content, dict):
+            return
+        if content.get("type") == "stop":
+            self.stop()
+        else:
+            self._post(lambda: self._handle(content))
+
+    def _handle(self, content: dict[str, Any]) -> None:
+        actions: dict[Any, Callable[[], None]] = {
+            "hello": self._send_snapshot,
+            "send": lambda: self._begin(content.get("text", ""), {}) and None,
+            "retry": self.retry,
+            "edit": lambda: self.edit(int(content["index"]) + bool(self.system), content.get("text", "")),
+            "new": self._clear,
+            "sampling": lambda: self.configure(**content.get("values", {})),
+            "system": lambda: setattr(self, "system", str(content.get("text", ""))),
+            "download": lambda: self._download(str(content.get("what")), content.get("view")),
+        }
+        action = actions.get(content.get("type"))
+        if action is None:
+            return
+        try:
+            action()
+            if content["type"] != "hello" and self.status != "error":
+                self.notice = ""
+        except Exception as error:
+            if not isinstance(error, CalmnbError):
+                _log.exception("a request of the chat widget failed")
+            self.notice = explain(error)
+            self.send_state(["sampling", "notice"])  # the view shows again what is in force
+
+    def _send_snapshot(self) -> None:
+        with self._chat.lock:
+            state = self._state()
+            buffers = [state.pop(name) for name in ("token_data", "points_data", "layers_data")]
+            content = {"type": "snapshot", "run": state["run_id"], "seq": self._chat.seq, "state": state}
+        super().send(content, buffers)
+
+    def _download(self, what: str, view: Any) -> None:
+        if what in ("md", "json", "html"):
+            name, mime, data = f"chat.{what}", "text/plain;charset=utf-8", self._exported(what).encode()
+        else:
+            name, mime, data = make_download(self.session, what)
+        super().send({"type": "download", "view": view, "name": name, "mime": mime}, [data])
+
+    def _exported(self, kind: str) -> str:
+        with self._chat.lock:
+            messages, info, system = self._chat.messages, self.info, self.system
+            if kind == "md":
+                return to_markdown(messages, info, system)
+            if kind == "json":
+                return to_json(messages, info, system)
+            if kind == "html":
+                body = to_html(messages, info, self.figures, system)
+                return f'<!doctype html><meta charset="utf-8"><title>chat</title><body style="font-family:sans-serif">{body}'
+        raise ConfigError(f"cannot export a chat as {kind!r}; accepted are md, json and html")
+
+
+def _check_text(text: Any) -> None:
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError("the message is empty; say something")
+
+
+def _checked_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    from calmnb.sampler import Sampling
+
+    known = sorted(field.name for field in dataclasses.fields(Sampling))
+    values = {key: value for key, value in options.items() if key != "max_tokens"}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown option {key!r}; accepted are max_tokens, {', '.join(known)}")
+    max_tokens = options.get("max_tokens", 512)
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise ConfigError(f"max_tokens is {max_tokens!r}; it must be a whole number, at least 1")
+    chosen = Sampling(**values)
+    return {"max_tokens": max_tokens} | {name: getattr(chosen, name) for name in known}
+
+
+def _answer(run: Run, message: Message) -> str:
+    if run.error is not None:
+        raise run.error
+    return message.content
+
+
+def _peak_of(recorder: SessionRecorder) -> tuple[float | None, str]:
+    """Memory peak that `recorder`'s model can reach, in GB/s, and how to name it; the session's metadata keeps it too."""
+    from calmnb.profile.bandwidth import known_bandwidth, measure_bandwidth
+
+    meta = recorder.meta
+    peaks = meta.setdefault("peaks", {})
+    if "measured" not in peaks and meta.get("engine") != "cuda":
+        threads = max(int(meta.get("threads") or 0), 1)
+        with contextlib.suppress(CalmnbError):
+            peaks["measured"] = (known_bandwidth(threads) or measure_bandwidth(threads)).as_peak()
+    for kind, words in (("measured", "measured"), ("datasheet", "data sheet")):
+        if peaks.get(kind):
+            peak = float(peaks[kind]["gb_per_s"])
+            return peak, f"{peak:.4g} GB/s ({words})"
+    return None, ""
