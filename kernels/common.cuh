@@ -66,9 +66,9 @@ DEVICE float ld_half(const __half* p) {
 
 DEVICE u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// 16 bytes from global to shared memory, past L1; zeros when not `valid` (the address is then not read).
-DEVICE void cp_async16(u32 dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+// 16 bytes from global to shared memory, past L1.
+DEVICE void cp_async16(u32 dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }

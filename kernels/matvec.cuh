@@ -14,8 +14,13 @@
 // warps through shared memory, in a fixed order.
 // A lane scales its own activations by a power of two before they become half operands: any finite float is safe.
 //
+// Mixture of experts (K_MOE): 1, gate and up: the rows are those of the chosen experts, one expert after another, and h
+// is [n_active, hidden]; 2, down: one pass over the rows for each chosen expert, its weight on the sum. Every block
+// chooses from the router's scores by itself, so nothing can be loaded before the wait.
+//
 // Compile-time keys: K_FORMAT, K_NORM, K_THREADS (T), K_WARPS_PER_ROW (WK), K_CHUNKS (NC), K_BATCH (RB), K_STAGE_ROWS (RS),
-// K_STAGES (S), K_TILE (rows between two combines), K_PACE (stages in flight before the wait), K_MAX_REGISTERS, K_WIDE;
+// K_STAGES (S), K_TILE (rows between two combines), K_PACE (stages in flight before the wait), K_MAX_REGISTERS,
+// K_EXACT (a row is WK * 32 * NC chunks: no lane idles), K_WIDE;
 // each .cu adds its own.
 #pragma once
 #include "quant.cuh"
@@ -44,12 +49,16 @@ struct MatvecArgs {
   u64* stamp;
   int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active;
   float eps, clip, q_scale, in_scale;
+  u32 zero;  // 0, which the compiler cannot know: keeps constants in registers
 };
 
 enum Norm { NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2 };
 
 #ifndef K_WIDE
 #define K_WIDE 0
+#endif
+#ifndef K_EXACT
+#define K_EXACT 0
 #endif
 #ifndef K_PACE
 #define K_PACE K_STAGES
@@ -65,6 +74,7 @@ enum Norm { NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2 };
 
 constexpr int T = K_THREADS, WK = K_WARPS_PER_ROW, NC = K_CHUNKS, RB = K_BATCH, RS = K_STAGE_ROWS, S = K_STAGES, PACE = K_PACE;
 constexpr bool WIDE = K_WIDE;
+constexpr bool EXACT = K_EXACT;
 using Q = Quant<K_FORMAT>;
 DEVICE size_t row_bytes_of(int cols) { return (size_t)cols * 16 / Q::PER_CHUNK; }
 constexpr int WARPS = T / 32;
@@ -77,9 +87,14 @@ constexpr int SLOT_BYTES = RS * NC * T * 16;
 constexpr int RING_BYTES = WIDE ? 0 : S * SLOT_BYTES;
 constexpr int X_REGS = NC * Q::X_REGS;
 static_assert(WARPS % WK == 0 && RB % RS == 0, "groups and stages must divide");
-static_assert(TILE_ROWS <= 1024, "tile");
+
 
 extern __shared__ __align__(16) u8 shared[];
+#if K_MOE
+constexpr int MAX_ACTIVE = 64;
+__shared__ int expert_ids[MAX_ACTIVE];
+__shared__ float expert_weights[MAX_ACTIVE];
+#endif
 
 // Highest-scoring experts by plain comparison, lower index first on ties; softmax over the chosen. One warp.
 DEVICE void choose_experts(const MatvecArgs& a, int* ids, float* weights) {
@@ -161,22 +176,26 @@ template <int NORM> DEVICE void load_x_float(LaneX& l, const MatvecArgs& a, cons
   }
 }
 
-// The lane's part of x. All loads are issued before the first use.
-template <int NORM> DEVICE void load_x(LaneX& l, const MatvecArgs& a, const __half* x16, const float* x32, int chunk0, int n_chunks, float mean) {
+// The lane's part of x as stored: every load is issued before the first use.
+DEVICE void load_x(LaneX& l, const __half* x16, int chunk0, int n_chunks) {
+#pragma unroll
+  for (int c = 0; c < NC; c++) {
+    const int chunk = chunk0 + c * WK * 32;
+#pragma unroll
+    for (int i = 0; i < Q::X_REGS; i += 4) {
+      uint4 v = {0, 0, 0, 0};
+      if (EXACT || chunk < n_chunks) v = ld_v4(x16 + (size_t)chunk * Q::PER_CHUNK + 2 * i);
+      l.x[c * Q::X_REGS + i] = v.x, l.x[c * Q::X_REGS + i + 1] = v.y;
+      l.x[c * Q::X_REGS + i + 2] = v.z, l.x[c * Q::X_REGS + i + 3] = v.w;
+    }
+  }
+}
+
+// Scales what load_x read to [4, 8) at most, and puts it in the order of Quant::dot.
+template <int NORM> DEVICE void prepare_x(LaneX& l, const MatvecArgs& a, const float* x32, int chunk0, int n_chunks, float mean) {
   if (NORM == NORM_LAYER) {
     load_x_float<NORM>(l, a, x32, chunk0, n_chunks, mean);
   } else {
-#pragma unroll
-    for (int c = 0; c < NC; c++) {
-      const int chunk = chunk0 + c * WK * 32;
-#pragma unroll
-      for (int i = 0; i < Q::X_REGS; i += 4) {
-        uint4 v = {0, 0, 0, 0};
-        if (chunk < n_chunks) v = ld_v4(x16 + (size_t)chunk * Q::PER_CHUNK + 2 * i);
-        l.x[c * Q::X_REGS + i] = v.x, l.x[c * Q::X_REGS + i + 1] = v.y;
-        l.x[c * Q::X_REGS + i + 2] = v.z, l.x[c * Q::X_REGS + i + 3] = v.w;
-      }
-    }
     __half2 most = __habs2(as_half2(l.x[0]));
 #pragma unroll
     for (int i = 1; i < X_REGS; i++) most = __hmax2(most, __habs2(as_half2(l.x[i])));
@@ -196,29 +215,18 @@ template <int NORM> DEVICE void load_x(LaneX& l, const MatvecArgs& a, const __ha
   for (int c = 0; c < NC; c++) Q::arrange(*reinterpret_cast<u32(*)[Q::X_REGS]>(&l.x[c * Q::X_REGS]));
 }
 
-// Sum over the producer's partial sums, the same in every lane. Loads first, sums when asked.
-struct PartSum {
-  float s = 0.f, ss = 0.f;
-  DEVICE void load(const float2* part, int n) {
-    for (int i = threadIdx.x & 31; i < n; i += 32) {
-      const float2 p = ld_f2(part + i);
-      s += p.x, ss += p.y;
-    }
-  }
-};
-
 // One activation as float, for the WIDE path.
-template <int NORM> DEVICE float wide_x(const MatvecArgs& a, int i, float mean) {
+template <int NORM> DEVICE float wide_x(const MatvecArgs& a, size_t i, float mean) {
   if (NORM == NORM_NONE) return a.x32 != nullptr ? ld_f32(a.x32 + i) : ld_half(a.x16 + i) / a.in_scale;
   return (ld_f32(a.x32 + i) - mean) * a.g[i];
 }
 
 // The kernel body. `Rows` says where local row r of this block's range lies and what to do with finished rows:
-//   const u8* row(int r)                    address of its weights (valid for r < n)
+//   const u8* row(int r, int pass)          address of its weights (valid for r < n)
 //   void constants()                        before pdl_wait: read what no kernel writes (bias, norm weights)
 //   void begin()                            after pdl_wait, before the products: read what finish() needs
 //   void finish(int r0, int n, float scale, sum)  sum(r) * scale is row r0 + r; by all threads, after a barrier
-//   void end(float* scratch)                once, by all threads; scratch is 2 * WARPS floats of shared memory
+//   void end(float* scratch, int n)         once, by all threads; scratch is 2 * WARPS floats of shared memory
 // `n`: rows of this block. All of T threads call.
 template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& rows, int n) {
   u64 begun = 0;
@@ -227,60 +235,110 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
   const int kw = warp % WK, group = warp / WK;
   const int n_batches = (n + BATCH - 1) / BATCH;
   float* const sums = reinterpret_cast<float*>(shared + RING_BYTES);  // [2][WK][TILE_ROWS]
-  float* const extra = sums + 2 * WK * TILE_ROWS;                     // [WARPS] + scratch
+  float* const squares = sums + 2 * WK * TILE_ROWS;                   // [WARPS]
+  float* const scratch = squares + WARPS;                             // [2 * WARPS]
+  const int passes = K_MOE == 2 ? a.n_active : 1;
 #if !K_WIDE
   const int n_chunks = a.cols / Q::PER_CHUNK;
-  const int n_stages = n_batches * STAGES_PER_BATCH;
+  const int pass_stages = n_batches * STAGES_PER_BATCH;
+  const int n_stages = passes * pass_stages;
   const int chunk0 = kw * 32 + lane;
   const u32 ring = smem_addr(shared) + threadIdx.x * 16;
+  // Rows past the end are not loaded: whatever their slot holds, no one reads their sum. Lanes past the end of a row
+  // keep zeros in their slots.
   auto issue = [&](int stage, u32 slot) {
+    const int pass = K_MOE == 2 ? stage / pass_stages : 0;
 #pragma unroll
     for (int i = 0; i < RS; i++) {
-      const int r = (stage * RS + i) * GROUPS + group;
-      const bool row_valid = r < n;
-      const u8* p = rows.row(row_valid ? r : 0) + chunk0 * 16;
+      const int r = ((stage - pass * pass_stages) * RS + i) * GROUPS + group;
+      if (r < n) {
+        const u8* p = rows.row(r, pass) + chunk0 * 16;
 #pragma unroll
-      for (int c = 0; c < NC; c++)
-        cp_async16(slot + (i * NC + c) * T * 16, p + c * WK * 512, row_valid && chunk0 + c * WK * 32 < n_chunks);
+        for (int c = 0; c < NC; c++)
+          if (EXACT || chunk0 + c * WK * 32 < n_chunks) cp_async16(slot + (i * NC + c) * T * 16, p + c * WK * 512);
+      }
     }
   };
-#if !K_MOE
+  if (!EXACT) {
 #pragma unroll
-  for (int s = 0; s < S; s++) {
-    if (s < n_stages) issue(s, ring + s * SLOT_BYTES);
-    cp_async_commit();
-    if (s + 1 >= PACE && s + 1 < S) cp_async_wait<PACE - 1>();
+    for (int c = 0; c < NC; c++)
+      if (chunk0 + c * WK * 32 >= n_chunks)
+        for (int s = 0; s < S * RS; s++) *reinterpret_cast<uint4*>(shared + (s * NC + c) * T * 16 + threadIdx.x * 16) = {0, 0, 0, 0};
   }
-#endif
+  auto fill = [&] {
+#pragma unroll
+    for (int s = 0; s < S; s++) {
+      if (s < n_stages) issue(s, ring + s * SLOT_BYTES);
+      cp_async_commit();
+      if (s + 1 >= PACE && s + 1 < S) cp_async_wait<PACE - 1>();
+    }
+  };
+  if (!K_MOE) fill();
 #endif
   rows.constants();
   pdl_wait();
-  float inverse_norm = 1.f, mean = 0.f;
-  PartSum part;
-  if (NORM != NORM_NONE) part.load(a.part, a.n_part);
-  if (NORM == NORM_LAYER) mean = warp_sum(part.s) / a.cols;
+#ifdef K_SMID  // diagnosis of block placement: stamp then points to one int a block
+  if (threadIdx.x == 0) {
+    int sm;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+    reinterpret_cast<int*>(a.stamp)[blockIdx.x] = sm;
+  }
+#endif
 #if !K_WIDE
   LaneX l;
-  const auto k = Q::constants();
+  if (NORM != NORM_LAYER) load_x(l, a.x16, chunk0, n_chunks);
 #endif
-  rows.begin();
+#if K_MOE
+  if (warp == 0) choose_experts(a, expert_ids, expert_weights);
+  __syncthreads();
 #if !K_WIDE
-  load_x<NORM>(l, a, a.x16, a.x32, chunk0, n_chunks, mean);
+  fill();
 #endif
-  if (NORM == NORM_RMS) inverse_norm = rsqrtf(warp_sum(part.ss) / a.cols + a.eps);
-  if (NORM == NORM_LAYER) {  // two passes: the variance of x - mean, summed by every warp in the same order
-    float ss = 0.f;
-    for (int i = lane; i < a.cols; i += 32) {
-      const float d = ld_f32(a.x32 + i) - mean;
-      ss += d * d;
+#endif
+  float2 part = {0.f, 0.f};
+  if (NORM != NORM_NONE) {
+    if (threadIdx.x < a.n_part) part = ld_f2(a.part + threadIdx.x);
+    for (int i = threadIdx.x + T; i < a.n_part; i += T) {
+      const float2 p = ld_f2(a.part + i);
+      part.x += p.x, part.y += p.y;
     }
-    inverse_norm = rsqrtf(warp_sum(ss) / a.cols + a.eps);
   }
+  rows.begin();
+  float mean = 0.f;
+  if (NORM == NORM_LAYER) {  // the mean first, then the squares of what is left of x
+    const float s = warp_sum(part.x);
+    if (lane == 0) scratch[warp] = s;
+    __syncthreads();
+    for (int w = 0; w < WARPS; w++) mean += scratch[w];
+    mean /= a.cols;
+    part.y = 0.f;
+    for (int i = threadIdx.x; i < a.cols; i += T) {
+      const float d = ld_f32(a.x32 + i) - mean;
+      part.y += d * d;
+    }
+  }
+#if !K_WIDE
+  const auto k = Q::constants(a.zero);
+  prepare_x<NORM>(l, a, a.x32, chunk0, n_chunks, mean);
+#endif
+  float inverse_norm = 1.f;
   u32 slot_offset = 0;
   int stage = 0;
   for (int tile = 0; tile * TILE_BATCHES < n_batches || tile == 0; tile++) {
     float* const tile_sums = sums + (tile & 1) * WK * TILE_ROWS;
     const int batches = min(TILE_BATCHES, n_batches - tile * TILE_BATCHES);
+    for (int pass = 0; pass < passes; pass++) {  // down of experts: all rows in one tile
+#if K_MOE == 2 && !K_WIDE
+    if (pass > 0) {
+      load_x(l, a.x16 + (size_t)pass * a.cols, chunk0, n_chunks);
+      prepare_x<NORM>(l, a, a.x32 + (size_t)pass * a.cols, chunk0, n_chunks, 0.f);
+    }
+    const float expert_weight = expert_weights[pass];
+#elif K_MOE == 2
+    const float expert_weight = expert_weights[pass];
+#else
+    constexpr float expert_weight = 1.f;
+#endif
     for (int b = 0; b < batches; b++) {
       float acc[RB];
 #if K_WIDE
@@ -289,8 +347,8 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
         acc[i] = 0.f;
         const int r = ((tile * TILE_BATCHES + b) * RB + i) * GROUPS + group;
         if (r < n) {
-          const u8* p = rows.row(r);
-          for (int c = lane; c < a.cols; c += 32) acc[i] += Q::weight_at(p, c) * wide_x<NORM>(a, c, mean);
+          const u8* p = rows.row(r, pass);
+          for (int c = lane; c < a.cols; c += 32) acc[i] += Q::weight_at(p, c) * wide_x<NORM>(a, (size_t)pass * a.cols + c, mean);
         }
       }
 #else
@@ -311,10 +369,24 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
         slot_offset = slot_offset == (S - 1) * SLOT_BYTES ? 0 : slot_offset + SLOT_BYTES;
       }
 #endif
-      const float sum = warp_sum_many<RB>(acc);
-      if ((lane & (32 / RB - 1)) == 0) tile_sums[kw * TILE_ROWS + (b * RB + warp_sum_index<RB>()) * GROUPS + group] = sum;
+      const float sum = warp_sum_many<RB>(acc) * expert_weight;
+      if ((lane & (32 / RB - 1)) == 0) {
+        float* const to = tile_sums + kw * TILE_ROWS + (b * RB + warp_sum_index<RB>()) * GROUPS + group;
+        *to = pass == 0 ? sum : *to + sum;
+      }
+    }
+    }
+    if (NORM != NORM_NONE && tile == 0) {
+      const float ss = warp_sum(part.y);
+      if (lane == 0) squares[warp] = ss;
     }
     __syncthreads();
+    if (NORM != NORM_NONE && tile == 0) {
+      float ss = 0.f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) ss += squares[w];
+      inverse_norm = rsqrtf(ss / a.cols + a.eps);
+    }
     const int r0 = tile * TILE_ROWS;
     rows.finish(r0, min(TILE_ROWS, n - r0), inverse_norm, [&](int r) {
       float v = tile_sums[r];
@@ -323,7 +395,7 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
       return v;
     });
   }
-  rows.end(extra);
+  rows.end(scratch, n);
   stamp_end(a.stamp, begun);
 }
 

@@ -1,7 +1,7 @@
 // norm + gate and up projections + activation of the FFN, one token.
 //
 // Maths   h = act(W1 norm(x)) * (W3 norm(x)), act = SiLU or tanh GELU
-// Layout  w0 = gate [hidden, dim], w1 = up [hidden, dim]: two matrices, as in the file
+// Layout  w0 = gate [hidden, dim], w1 = up [hidden, dim]: two matrices, as in the file; experts: [n_experts, hidden, dim]
 // Unit    row i of gate and row i of up: local row 2i is gate's, 2i + 1 up's
 // Keys    matvec.cuh's, and K_ACT (0 SiLU, 1 GELU)
 #include "matvec.cuh"
@@ -19,7 +19,14 @@ struct GateUpRows {
   int first;  // first unit
   size_t row_bytes;
 
-  DEVICE const u8* row(int r) const { return (r & 1 ? a.w1 : a.w0) + (first + r / 2) * row_bytes; }
+  DEVICE const u8* row(int r, int) const {
+    size_t at = first + r / 2;
+#if K_MOE
+    const int hidden = a.rows / 2 / a.n_active, slot = (int)at / hidden;
+    at += (size_t)(expert_ids[slot] - slot) * hidden;
+#endif
+    return (r & 1 ? a.w1 : a.w0) + at * row_bytes;
+  }
   DEVICE void constants() {}
   DEVICE void begin() {}
   template <class Sum> DEVICE void finish(int r0, int n, float scale, Sum sum) {
@@ -30,7 +37,7 @@ struct GateUpRows {
       a.y16[i] = __float2half_rn(h * ACT_SCALE);
     }
   }
-  DEVICE void end(float*) {}
+  DEVICE void end(float*, int) {}
 };
 
 extern "C" __global__ void BOUNDS matvec_gateup(const __grid_constant__ MatvecArgs a) {

@@ -13,30 +13,32 @@ struct QkvRows {
   float2 bias;
   float2 turn;
   int slot;
+  int turn_at;      // pair of the rope table that this thread's first unit uses, or -1
 
-  DEVICE const u8* row(int r) const { return a.w0 + (first + r) * row_bytes; }
+  DEVICE const u8* row(int r, int pass) const { return a.w0 + (first + r) * row_bytes; }
   DEVICE int channel(int row) const { return row < a.q_dim ? row % a.head_dim : (row - a.q_dim) % a.head_dim; }
   DEVICE float2 bias_of(int row) const {
     return a.bias == nullptr ? float2{0.f, 0.f} : *reinterpret_cast<const float2*>(a.bias + row);
   }
-  DEVICE float2 turn_of(int row) const {
+  DEVICE int turn_index(int row) const {
     const int c = channel(row);
-    return row < a.q_dim + a.kv_dim && c < a.rotary_dim ? ld_f2(a.rope + c / 2) : float2{1.f, 0.f};
+    return row < a.q_dim + a.kv_dim && c < a.rotary_dim ? c / 2 : -1;
   }
+  DEVICE float2 turn_of(int index) const { return index >= 0 ? ld_f2(a.rope + index) : float2{1.f, 0.f}; }
   DEVICE void constants() {
     const int row = first + 2 * threadIdx.x;
     bias = row < a.rows ? bias_of(row) : float2{0.f, 0.f};
+    turn_at = row < a.rows ? turn_index(row) : -1;
   }
   DEVICE void begin() {
-    const int row = first + 2 * threadIdx.x;
-    turn = row < a.rows ? turn_of(row) : float2{1.f, 0.f};
+    turn = turn_of(turn_at);
     slot = ld_i32(a.state + ST_SLOT);
   }
   template <class Sum> DEVICE void finish(int r0, int n, float scale, Sum sum) {
     for (int r = 2 * threadIdx.x; r < n; r += 2 * T) {
       const int row = first + r0 + r;
       const bool prefetched = r0 == 0 && r < 2 * T;
-      const float2 b = prefetched ? bias : bias_of(row), t = prefetched ? turn : turn_of(row);
+      const float2 b = prefetched ? bias : bias_of(row), t = prefetched ? turn : turn_of(turn_index(row));
       const float u = fminf(fmaxf(sum(r) * scale + b.x, -a.clip), a.clip);
       const float v = fminf(fmaxf(sum(r + 1) * scale + b.y, -a.clip), a.clip);
       const float x = u * t.x - v * t.y, y = u * t.y + v * t.x;
@@ -55,7 +57,7 @@ struct QkvRows {
       }
     }
   }
-  DEVICE void end(float*) {}
+  DEVICE void end(float*, int) {}
 };
 
 extern "C" __global__ void BOUNDS matvec_qkv(const __grid_constant__ MatvecArgs a) {

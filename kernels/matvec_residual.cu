@@ -1,7 +1,7 @@
 // Projection back into the residual stream: attention output (o) or FFN activation (down), one token.
 //
 // Maths   y = res + W x;  y16 = 8 y g_next for the next norm;  part_next[block] = (sum y, sum y^2) of the block's rows
-// Layout  w0 [dim, cols]
+// Layout  w0 [dim, cols]; experts: [n_experts, dim, cols]
 // Unit    one row
 // Keys    matvec.cuh's
 #include "matvec.cuh"
@@ -13,7 +13,13 @@ struct ResidualRows {
   float res, g;
   float s, ss;
 
-  DEVICE const u8* row(int r) const { return a.w0 + (first + r) * row_bytes; }
+  DEVICE const u8* row(int r, int pass) const {
+    size_t at = first + r;
+#if K_MOE
+    at += (size_t)expert_ids[pass] * a.rows;
+#endif
+    return a.w0 + at * row_bytes;
+  }
   DEVICE void constants() {
     const int row = first + threadIdx.x;
     g = a.g_next != nullptr && row < a.rows ? a.g_next[row] : 0.f;
@@ -33,16 +39,17 @@ struct ResidualRows {
       s += y, ss += y * y;
     }
   }
-  DEVICE void end(float* scratch) {
+  DEVICE void end(float* scratch, int n) {
     if (a.part_next == nullptr) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     s = warp_sum(s), ss = warp_sum(ss);
-    if (lane == 0) scratch[warp] = s, scratch[WARPS + warp] = ss;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int w = 1; w < WARPS; w++) s += scratch[w], ss += scratch[WARPS + w];
-      a.part_next[blockIdx.x] = {s, ss};
+    if (n > 32) {  // rows beyond the first warp
+      if (lane == 0) scratch[warp] = s, scratch[WARPS + warp] = ss;
+      __syncthreads();
+      if (threadIdx.x == 0)
+        for (int w = 1; w < WARPS; w++) s += scratch[w], ss += scratch[WARPS + w];
     }
+    if (threadIdx.x == 0) a.part_next[blockIdx.x] = {s, ss};
   }
 };
 

@@ -13,7 +13,7 @@ struct PlainRows {
   float top;
   int at;
 
-  DEVICE const u8* row(int r) const { return a.w0 + (first + r) * row_bytes; }
+  DEVICE const u8* row(int r, int pass) const { return a.w0 + (first + r) * row_bytes; }
   DEVICE void constants() {}
   DEVICE void begin() { top = -INFINITY, at = 0x7FFFFFFF; }
   DEVICE void take(float v, int i) {
@@ -26,7 +26,7 @@ struct PlainRows {
       take(y, first + r0 + r);
     }
   }
-  DEVICE void end(float* scratch) {
+  DEVICE void end(float* scratch, int) {
     if (a.best == nullptr) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll

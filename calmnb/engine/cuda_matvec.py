@@ -45,6 +45,7 @@ class MatvecArgs(ctypes.Structure):
             "rows", "cols", "n_part", "q_dim", "kv_dim", "head_dim", "rotary_dim", "seq_len", "n_experts", "n_active",
         )),
         *((name, ctypes.c_float) for name in ("eps", "clip", "q_scale", "in_scale")),
+        ("zero", ctypes.c_uint32),
     )  # fmt: skip
 
 
@@ -106,6 +107,8 @@ class Geometry:
         Blocks of this kernel on each multiprocessor.
     max_registers : int
         Registers a thread may use.
+    resident : int
+        Blocks, of this kernel and its neighbours, that shared memory lets a multiprocessor hold (PDL only).
     """
 
     threads: int
@@ -117,6 +120,7 @@ class Geometry:
     pace: int = 1
     blocks_per_sm: int = 1
     max_registers: int = 96
+    resident: int = 2
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,7 @@ def plan_matvec(
     gelu: bool = False,
     wide: bool = False,
     stamps: bool = False,
+    moe: bool = False,
     geometry: Geometry | None = None,
 ) -> MatvecPlan:
     """Plan the launch of one weight kernel.
@@ -215,6 +220,8 @@ def plan_matvec(
         Force the generic float kernel: weights so large that half2 products could overflow.
     stamps
         Compile the time stamps in.
+    moe
+        The matrix belongs to experts (gateup, down); `rows` of gateup are those of all active experts together.
     geometry
         Override the choice (tuning).
     """
@@ -231,7 +238,8 @@ def plan_matvec(
     grid = max(1, min(units, device.sm_count * g.blocks_per_sm))
     batch_rows = g.threads // 32 // g.warps_per_row * g.batch
     per_block = -(-units // grid) * _UNIT.get(kind, 1)
-    tile = min(-(-128 // batch_rows), -(-per_block // batch_rows)) * batch_rows
+    tile_batches = -(-per_block // batch_rows)  # all rows of a block, or about 128 at a time
+    tile = (tile_batches if moe and kind == "down" else min(-(-128 // batch_rows), tile_batches)) * batch_rows
     defines |= {
         "K_THREADS": g.threads, "K_WARPS_PER_ROW": g.warps_per_row, "K_CHUNKS": g.chunks, "K_BATCH": g.batch,
         "K_STAGE_ROWS": g.stage_rows, "K_STAGES": g.stages, "K_PACE": min(g.pace, g.stages), "K_TILE": tile,
@@ -239,13 +247,17 @@ def plan_matvec(
     }  # fmt: skip
     if is_wide:
         defines["K_WIDE"] = 1
+    elif cols * DTYPE_BITS[dtype] // 128 == 32 * g.warps_per_row * g.chunks:
+        defines["K_EXACT"] = 1
+    if moe:
+        defines["K_MOE"] = 1 if kind == "gateup" else 2
     if stamps:
         defines["CALMNB_STAMPS"] = 1
     ring = 0 if is_wide else g.stages * g.stage_rows * g.chunks * g.threads * 16
-    smem = ring + 2 * g.warps_per_row * tile * 4 + 2 * (g.threads // 32) * 4
+    smem = ring + 2 * g.warps_per_row * tile * 4 + 3 * (g.threads // 32) * 4
     if device.has_pdl and not is_wide:
-        # Exactly two of these blocks must fit a multiprocessor, or the next kernel's blocks pile up on a few of them.
-        smem = max(smem, device.shared_per_sm * 3 // 8)
+        # Exactly `resident` of these blocks must fit a multiprocessor, or the next kernel's pile up on a few of them.
+        smem = max(smem, device.shared_per_sm // (g.resident + 1) + 1024)
     spec = KernelSpec(f"matvec_{source}", f"matvec_{source}.cu", tuple(defines.items()))
     return MatvecPlan(kind, spec, grid, g.threads, smem, g, rows, cols, is_wide)
 

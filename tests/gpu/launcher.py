@@ -29,22 +29,23 @@ class Launcher:
         self.device = Device(
             f"sm_{props['major']}{props['minor']}", props["multiProcessorCount"], props["sharedMemPerMultiprocessor"]
         )
+        self.max_shared = props["sharedMemPerBlockOptin"]
         self._functions: dict[KernelSpec, Any] = {}
 
-    def function(self, spec: KernelSpec, smem: int = 0) -> Any:
+    def function(self, spec: KernelSpec) -> Any:
         if spec not in self._functions:
             d = self.driver
             kernel = compile_kernel(spec, self.device.arch)
             module = check(d.cuModuleLoadData(kernel.cubin))
             function = check(d.cuModuleGetFunction(module, spec.name.encode()))
             attribute = d.CUfunction_attribute
-            check(d.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem))
+            check(d.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.max_shared))
             check(d.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
             self._functions[spec] = function
         return self._functions[spec]
 
     def launch(self, plan: MatvecPlan, args: MatvecArgs, stream: Any = None, *, pdl: bool = True) -> None:
-        self.launch_raw(self.function(plan.spec, plan.smem), plan.grid, plan.block, plan.smem, args, stream, pdl=pdl)
+        self.launch_raw(self.function(plan.spec), plan.grid, plan.block, plan.smem, args, stream, pdl=pdl)
 
     def launch_raw(
         self, function: Any, grid: int, block: int, smem: int, args: ctypes.Structure, stream: Any = None, *, pdl: bool = True

@@ -61,6 +61,7 @@ class MatvecCase:
         n_kv_heads: int = 1,
         rotary_dim: int | None = None,
         massive: float = 0.0,
+        moe: tuple[int, int] | None = None,
         in_place: bool = True,
         geometry: Geometry | None = None,
         stamps: bool = False,
@@ -72,10 +73,24 @@ class MatvecCase:
         self.norm = norm if norm is not None else int(kind in ("qkv", "gateup", "logits", "router"))
         self.plan: MatvecPlan = plan_matvec(
             kind, dtype, rows, cols, gpu.device, norm=self.norm, kv_dtype=kv_dtype, gelu=gelu, wide=wide, geometry=geometry,
-            stamps=stamps,
+            stamps=stamps, moe=moe is not None,
         )  # fmt: skip
         self.kv_dtype, self.gelu, self.bias, self.clip = kv_dtype, gelu, bias, clip
-        stored, self.w = random_weights(rng, dtype, rows, cols)
+        # Experts: `rows` counts all active ones (gateup) or one (down); the weights are those of every expert.
+        self.moe = moe
+        experts, active = moe or (1, 1)
+        per_expert = rows // active if kind == "gateup" else rows
+        stored, w = random_weights(rng, dtype, experts * per_expert, cols)
+        if moe:
+            scores = rng.standard_normal(experts).astype(np.float32)
+            if experts > 3:
+                scores[3] = scores[1]  # a tie: the lower index wins
+            chosen = np.argsort(-scores, kind="stable")[:active]
+            share = np.exp(scores[chosen].astype(np.float64) - scores[chosen].max())
+            self.share = share / share.sum()
+            w = w.reshape(experts, per_expert, cols)[chosen]
+            w = w.reshape(rows, cols) if kind == "gateup" else w
+        self.w = w
         self.keep: dict[str, Any] = {}
         a = self.args = MatvecArgs(rows=rows, cols=cols, eps=1e-5, clip=clip, q_scale=1.0, in_scale=ACT_SCALE)
 
@@ -83,12 +98,16 @@ class MatvecCase:
             self.keep[name] = cp.asarray(np.ascontiguousarray(array))
             setattr(a, name, self.keep[name].data.ptr)
 
+        if moe:
+            put("router", scores)
+            a.n_experts, a.n_active = experts, active
         if kind == "gateup":
             put("w0", stored[0::2])
             put("w1", stored[1::2])
         else:
             put("w0", stored)
-        x = (rng.standard_normal(cols) * np.exp(rng.standard_normal(cols) * 0.5)).astype(np.float32)
+        n_x = cols * active if kind == "down" else cols
+        x = (rng.standard_normal(n_x) * np.exp(rng.standard_normal(n_x) * 0.5)).astype(np.float32)
         if massive:
             x[rng.integers(0, cols, max(1, cols // 500))] = massive
         g = (1 + 0.3 * rng.standard_normal(cols)).astype(np.float32)
@@ -180,7 +199,11 @@ class MatvecCase:
 
     def errors(self, result: dict[str, np.ndarray]) -> dict[str, float]:
         """Relative error (norms) of every output against float64; inf for what was not written."""
-        y = self.w @ self.x
+        if self.moe and self.kind == "down":
+            x = self.x.reshape(-1, self.cols)
+            y = sum(s * (w @ xe) for s, w, xe in zip(self.share, self.w, x, strict=True))
+        else:
+            y = self.w @ self.x
         expected: dict[str, np.ndarray] = {}
         got = {name: value.astype(np.float64) for name, value in result.items() if name not in ("kcache", "vcache", "best")}
         if self.kind == "qkv":

@@ -65,7 +65,8 @@ def test_odd_columns(gpu: Any, dtype: str, cols: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("dim", "head_dim", "heads", "kv_heads"), [(64, 16, 2, 1), (576, 64, 9, 3), (2048, 64, 32, 8), (4096, 128, 32, 8), (1024, 256, 5, 1)]
+    ("dim", "head_dim", "heads", "kv_heads"),
+    [(64, 16, 2, 1), (576, 64, 9, 3), (2048, 64, 32, 8), (4096, 128, 32, 8), (1024, 256, 5, 1)],
 )
 def test_qkv(gpu: Any, dtype: str, dim: int, head_dim: int, heads: int, kv_heads: int) -> None:
     rows = (heads + 2 * kv_heads) * head_dim
@@ -112,6 +113,15 @@ def test_massive_activations_do_not_overflow(gpu: Any, dtype: str, massive: floa
 def test_generic_kernel(gpu: Any, dtype: str, kind: str) -> None:
     options = {"head_dim": 64, "n_kv_heads": 3} if kind == "qkv" else {}
     verify(gpu, kind, dtype, 960, 576, wide=True, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("experts", "active"), [(4, 2), (8, 2), (128, 8), (3, 3)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_experts(gpu: Any, dtype: str, experts: int, active: int, wide: bool) -> None:
+    verify(gpu, "gateup", dtype, 2 * 96 * active, 256, moe=(experts, active), wide=wide)
+    verify(gpu, "down", dtype, 200, 96, moe=(experts, active), wide=wide)
+    verify(gpu, "router", dtype, experts, 256, wide=wide)
 
 
 def test_stamps_enclose_the_kernel(gpu: Any) -> None:

@@ -33,14 +33,14 @@ STAND_INS = r"""
 extern "C" __global__ void attention(const float* q, __half* o, int n) {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) { float v; asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(q + i) : "memory"); o[i] = __float2half_rn(v); }
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    float v; asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(q + i) : "memory"); o[i] = __float2half_rn(v);
+  }
 }
 extern "C" __global__ void embed(const float* x, float* x32, const __half* h, __half* x16, int n) {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i < n) x32[i] = x[i], x16[i] = h[i];
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) x32[i] = x[i], x16[i] = h[i];
 }
 """
 
@@ -85,10 +85,17 @@ class Chain:
         self.rope = cp.zeros((self.head_dim, 2), cp.float32)
         self.state = cp.asarray(np.array([1, 2, 3, 4] + [0] * 12, np.int32))
         self.stamps = cp.zeros(2, cp.uint64)
+        self.smid: Any = None
         module = cp.RawModule(code=STAND_INS, options=("-std=c++17",))
         self.attention = gpu.driver.CUfunction(module.get_function("attention").kernel.ptr)
         self.embed = gpu.driver.CUfunction(module.get_function("embed").kernel.ptr)
         self.module = module
+        carveout = gpu.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        for function in (self.attention, self.embed):
+            check(gpu.driver.cuFuncSetAttribute(function, carveout, 100))
+        most = gpu.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        check(gpu.driver.cuFuncSetAttribute(self.embed, most, gpu.max_shared))
+        self.spread = True  # the first kernel takes more than half of every multiprocessor: one block on each
         self.stream = cp.cuda.Stream(non_blocking=True)
 
     def plan(self, kind: str, geometry: Geometry | None) -> MatvecPlan:
@@ -100,11 +107,15 @@ class Chain:
         rows, cols = self.size[kind]
         p = lambda a: a.data.ptr  # noqa: E731
         a = MatvecArgs(rows=rows, cols=cols, eps=1e-5, clip=np.inf, q_scale=1.0, in_scale=8.0, w0=self.weights[kind, layer])
-        a.stamp = p(self.stamps)
+        a.stamp = next(self.smid) if self.smid is not None else p(self.stamps)
         if kind in ("qkv", "gateup", "logits"):
             a.x16, a.x32, a.g = p(self.x16), p(self.x32), p(self.g)
-            a.part = p(self.parts[1 if kind == "gateup" else 0]) if kind == "gateup" or layer or kind == "logits" else p(self.part0)
-            a.n_part = plans["out"].grid if kind == "gateup" else plans["down"].grid if layer or kind == "logits" else 1
+            if kind == "gateup":
+                a.part, a.n_part = p(self.parts[1]), plans["out"].grid
+            elif layer or kind == "logits":
+                a.part, a.n_part = p(self.parts[0]), plans["down"].grid
+            else:
+                a.part, a.n_part = p(self.part0), 1
         if kind == "qkv":
             a.y32, a.kcache, a.vcache = p(self.q32), p(self.cache), p(self.cache) + 2 * 8 * self.kv_dim
             a.rope, a.state, a.seq_len = p(self.rope), p(self.state), 8
@@ -124,7 +135,7 @@ class Chain:
             a.y32, a.best = p(self.logits), p(self.best)
         return a
 
-    def _launch(self, function: Any, grid: int, block: int, values: list[Any], pdl: bool) -> None:
+    def _launch(self, function: Any, grid: int, block: int, values: list[Any], pdl: bool, smem: int = 0) -> None:
         import ctypes
 
         # Scalar parameters: an array of pointers to each.
@@ -132,6 +143,7 @@ class Chain:
         config = d.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes = smem
         config.hStream = d.CUstream(self.stream.ptr)
         if pdl:
             attribute = d.CUlaunchAttribute()
@@ -145,17 +157,19 @@ class Chain:
     def graph(self, plans: dict[str, MatvecPlan], *, pdl: bool = True, only: str | None = None) -> Any:
         gpu, stream = self.gpu, self.stream
         for plan in plans.values():
-            gpu.function(plan.spec, plan.smem)
+            gpu.function(plan.spec)
         with stream:
             stream.begin_capture()
+            smem = 115 * 1024 if self.spread else 0
+            grid = gpu.device.sm_count if self.spread else -(-self.dim // 256)
+            self._launch(self.embed, grid, 128, [self.x0, self.x32, self.h0, self.x16, self.dim], pdl, smem)
             if only is not None:
                 for layer in range(self.layers if only != "logits" else 4):
                     gpu.launch(plans[only], self.args(only, layer if only != "logits" else 0, plans), stream, pdl=pdl)
                 return stream.end_capture()
-            self._launch(self.embed, -(-self.dim // 256), 256, [self.x0, self.x32, self.h0, self.x16, self.dim], pdl)
             for layer in range(self.layers):
                 gpu.launch(plans["qkv"], self.args("qkv", layer, plans), stream, pdl=pdl)
-                self._launch(self.attention, -(-self.q_dim // 128), 128, [self.q32, self.o16, self.q_dim], pdl)
+                self._launch(self.attention, gpu.device.sm_count, 128, [self.q32, self.o16, self.q_dim], pdl)
                 for kind in ("out", "gateup", "down"):
                     gpu.launch(plans[kind], self.args(kind, layer, plans), stream, pdl=pdl)
             gpu.launch(plans["logits"], self.args("logits", 0, plans), stream, pdl=pdl)
@@ -176,8 +190,30 @@ class Chain:
         return float(np.median(times))
 
 
-def candidates(chain: Chain, kind: str) -> list[list[Geometry]]:
-    """Alternatives of each coordinate, as functions of the current best."""
+def placement(chain: Chain, plans: dict[str, MatvecPlan]) -> str:
+    """Blocks on the fullest multiprocessor and idle multiprocessors, per kind, averaged over the layers of one step."""
+    cp = chain.gpu.cupy
+    spied = {k: dataclasses.replace(p, spec=p.spec.with_defines(K_SMID=1)) for k, p in plans.items()}
+    table = cp.full((4 * chain.layers + 1, 1024), -1, cp.int32)
+    chain.smid = iter([table[i].data.ptr for i in range(len(table))])
+    graph = chain.graph(spied)
+    chain.smid = None
+    for _ in range(3):
+        graph.launch(chain.stream)
+    chain.stream.synchronize()
+    host = cp.asnumpy(table)
+    out = []
+    for i, kind in enumerate(KINDS):
+        rows = host[i:-1:4] if kind != "logits" else host[-1:]
+        counts = [np.bincount(r[r >= 0], minlength=chain.gpu.device.sm_count) for r in rows]
+        most = np.mean([c.max() for c in counts])
+        idle = np.mean([(c == 0).sum() for c in counts])
+        out.append(f"{kind} most {most:.2f} idle {idle:.1f}")
+    return ", ".join(out)
+
+
+def candidates(chain: Chain, kind: str, ring_kb: int) -> list[Geometry]:
+    """Ways to split a row over warps."""
     rows, cols = chain.size[kind]
     device, dtype = chain.gpu.device, chain.dtype
     per_chunk = {"fp16": 4, "fp8": 8, "gf4": 16}[dtype]
@@ -191,11 +227,10 @@ def candidates(chain: Chain, kind: str) -> list[list[Geometry]]:
                     if warps > target:
                         continue
                     splits.append((warps, chunks, max(1, target // warps)))
-    out = [fill_geometry(rows, w, c, g, device) for w, c, g in splits]
-    return [out]
+    return [fill_geometry(rows, w, c, g, device, ring_kb=ring_kb) for w, c, g in splits]
 
 
-def descend(chain: Chain, quick: bool) -> tuple[dict[str, MatvecPlan], float, list[str]]:
+def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[str, MatvecPlan], float, list[str]]:
     device = chain.gpu.device
     best: dict[str, Geometry] = {}
     for kind in KINDS:
@@ -208,10 +243,50 @@ def descend(chain: Chain, quick: bool) -> tuple[dict[str, MatvecPlan], float, li
     def plans_of(choice: dict[str, Geometry]) -> dict[str, MatvecPlan]:
         return {k: chain.plan(k, g) for k, g in choice.items()}
 
+    replace = dataclasses.replace
+
+    def refit(kind: str, g: Geometry, **changes: int) -> Geometry:
+        groups = g.threads // 32 // g.warps_per_row
+        new = fill_geometry(chain.size[kind][0], g.warps_per_row, g.chunks, groups, device, **changes)
+        return replace(new, pace=g.pace, blocks_per_sm=g.blocks_per_sm)
+
     base = chain.time_us(chain.graph(plans_of(best)))
-    log.append(f"default {base:.1f}")
+    chain.spread = False
+    log.append(f"default {base:.1f} unspread {chain.time_us(chain.graph(plans_of(best))):.1f}")
+    chain.spread = True
     if quick:
         return plans_of(best), base, log
+    # Whole-step settings first: how many kernels share a multiprocessor, how deep the rings are, how fast they fill.
+    starts = []
+    for resident, rings in ((2, (48, 64, 80, 96)), (3, (32, 48, 56)), (4, (32, 40))):
+        for ring_kb in rings:
+            for pace in (1, 2, 12):
+                for split in (8, 16):
+                    choice = {}
+                    for kind in KINDS:
+                        g = best[kind]
+                        if split == 16 and g.threads <= 256:
+                            g = replace(g, threads=2 * g.threads)
+                        g = refit(kind, g, stage_kb=16 if resident == 2 else 8, ring_kb=ring_kb)
+                        registers = min(g.max_registers, 65536 * 3 // 4 // resident // g.threads // 8 * 8)
+                        g = replace(g, pace=pace, resident=resident, max_registers=registers)
+                        choice[kind] = g
+                    if all(chain.plan(k, g).smem <= 227 * 1024 // resident - 1024 for k, g in choice.items()):
+                        starts.append((f"resident {resident} ring {ring_kb} pace {pace} split {split}", choice))
+    compile_all([chain.plan(k, g).spec for _, choice in starts for k, g in choice.items()], device.arch)
+    timed = sorted(((chain.time_us(chain.graph(plans_of(c)), 11), label, c) for label, c in starts), key=lambda r: r[0])
+    log += [f"  start {t:.1f} {label}" for t, label, _ in timed]
+    if timed[0][0] < base:
+        base, _, best = timed[0]
+    for _, label, choice in timed[:2] + timed[-2:]:
+        plans = plans_of(choice)
+        for chain.spread in (False, True):
+            where = placement(chain, plans)
+            log.append(f"  spread={chain.spread} {chain.time_us(chain.graph(plans)):.1f} {label}: {where}")
+    if starts_only:
+        print("\n".join(log[:14] + log[-9:]))
+        return plans_of(best), base, log
+    log.append(f"start {base:.1f} {timed[0][1]}")
 
     def attempt(kind: str, options: list[Geometry], label: str) -> None:
         nonlocal base
@@ -219,7 +294,7 @@ def descend(chain: Chain, quick: bool) -> tuple[dict[str, MatvecPlan], float, li
         plans = {}
         for g in options:
             plan = chain.plan(kind, g)
-            if plan.smem <= 113 * 1024:
+            if plan.smem <= 227 * 1024 // g.resident - 1024:
                 plans[g] = plan
         compiled = compile_all([p.spec for p in plans.values()], device.arch)
         results = []
@@ -230,7 +305,7 @@ def descend(chain: Chain, quick: bool) -> tuple[dict[str, MatvecPlan], float, li
         for t, g, spill in sorted(results, key=lambda r: r[0])[:4]:
             log.append(
                 f"  {kind:7s} {label:7s} {t:8.1f} T{g.threads} wk{g.warps_per_row} nc{g.chunks} rb{g.batch} rs{g.stage_rows} "
-                f"s{g.stages} p{g.pace} b{g.blocks_per_sm} r{g.max_registers} spill{spill}"
+                f"s{g.stages} p{g.pace} b{g.blocks_per_sm} r{g.max_registers} x{g.resident} spill{spill}"
             )
         good = [r for r in results if r[2] == 0]
         if good:
@@ -241,29 +316,34 @@ def descend(chain: Chain, quick: bool) -> tuple[dict[str, MatvecPlan], float, li
                 best[kind], base = g, t
                 log.append(f"  -> {kind} {label} {again:.1f} -> {t:.1f}")
 
-    replace = dataclasses.replace
     for kind in KINDS:
         rows, _ = chain.size[kind]
-        attempt(kind, candidates(chain, kind)[0], "split")
+        g0 = best[kind]
+        ring_kb = {2: 80, 3: 48, 4: 32}[g0.resident]
+
+        def like(g: Geometry, g0: Geometry = g0) -> Geometry:
+            registers = min(g.max_registers, 65536 * 3 // 4 // g0.resident // g.threads // 8 * 8)
+            return replace(g, pace=g0.pace, blocks_per_sm=g0.blocks_per_sm, resident=g0.resident, max_registers=registers)
+
+        attempt(kind, [like(g) for g in candidates(chain, kind, ring_kb)], "split")
         g = best[kind]
         groups = g.threads // 32 // g.warps_per_row
-        rings = []
+        rings: list[Geometry] = []
         for stage_kb in (8, 16, 32):
-            for ring_kb in (48, 64, 80, 96):
-                for batch in (4, 8, 16):
-                    n = fill_geometry(
-                        rows, g.warps_per_row, g.chunks, groups, device, stage_kb=stage_kb, ring_kb=ring_kb, batch=batch
-                    )
-                    if batch != 16 or ring_kb == 80:
-                        rings.append(n)
+            for ring_kb in (32, 48, 56, 64, 80, 96):
+                for batch in (4, 8):
+                    rings.append(
+                        like(fill_geometry(rows, g.warps_per_row, g.chunks, groups, device, stage_kb=stage_kb, ring_kb=ring_kb,
+                                           batch=batch))
+                    )  # fmt: skip
         attempt(kind, rings, "ring")
         g = best[kind]
         attempt(kind, [replace(g, pace=p) for p in (1, 2, 3, g.stages)], "pace")
         g = best[kind]
-        attempt(kind, [replace(g, max_registers=r) for r in (64, 72, 88, 96) if r * g.threads <= 28672], "regs")
         if kind in ("gateup", "logits"):
-            g = best[kind]
-            attempt(kind, [replace(g, blocks_per_sm=b) for b in (2, 4)], "blocks")
+            attempt(kind, [replace(g, blocks_per_sm=b) for b in (1, 2, 3, 4)], "blocks")
+        g = best[kind]
+        attempt(kind, [replace(g, max_registers=r) for r in (48, 56, 64, 72, 80, 88, 96) if r * g.threads <= 28672], "regs")
     return plans_of(best), base, log
 
 
@@ -272,6 +352,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="1b,mistral")
     parser.add_argument("--dtypes", default="fp16,fp8,gf4")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--starts", action="store_true")
     options = parser.parse_args()
     gpu = Launcher()
     cp = gpu.cupy
@@ -287,7 +368,8 @@ def main() -> None:
             scale = (rng.standard_normal(block + 4096, dtype=cp.float32) * 0.04).astype(cp.float16).view(cp.uint16) >> 8
             base = codes | scale.astype(cp.uint32)
         else:
-            values = (rng.standard_normal((block + 4096) * (2 if dtype == "fp16" else 4), dtype=cp.float32) * 0.03).astype(cp.float16)
+            count = (block + 4096) * (2 if dtype == "fp16" else 4)
+            values = (rng.standard_normal(count, dtype=cp.float32) * 0.03).astype(cp.float16)
             base = (values if dtype == "fp16" else (values.view(cp.uint16) >> 8).astype(cp.uint8)).view(cp.uint32)
         for i, at in enumerate(range(0, n, block)):
             size = min(block, n - at)
@@ -296,7 +378,7 @@ def main() -> None:
         for shape in options.shapes.split(","):
             t0 = time.time()
             chain = Chain(gpu, shape, dtype, arena)
-            plans, _, log = descend(chain, options.quick)
+            plans, _, log = descend(chain, options.quick, options.starts)
             step = chain.time_us(chain.graph(plans), 31)
             chain.graph(plans).launch(chain.stream)
             chain.stream.synchronize()
@@ -309,8 +391,8 @@ def main() -> None:
             (out_dir / f"tune-{shape}-{dtype}.log").write_text("\n".join(log))
             parts = " ".join(f"{k} {t:.2f}us/{chain.bytes[k] / t / 1e3:.0f}" for k, t in each.items())
             print(
-                f"{shape:8s} {dtype} step {step:7.1f} us {1e6 / step:6.0f} tok/s {total / step / 1e3:5.0f} GB/s | no PDL {off:7.1f} "
-                f"same={same} | {parts} | {log[0]} ({time.time() - t0:.0f} s)",
+                f"{shape:8s} {dtype} step {step:7.1f} us {1e6 / step:6.0f} tok/s {total / step / 1e3:5.0f} GB/s "
+                f"| no PDL {off:7.1f} same={same} | {parts} | {log[0]} ({time.time() - t0:.0f} s)",
                 flush=True,
             )
             results[f"{shape}-{dtype}"] = {
@@ -321,7 +403,7 @@ def main() -> None:
                 g = p.geometry
                 print(
                     f"    {k:7s} T{g.threads} wk{g.warps_per_row} nc{g.chunks} rb{g.batch} rs{g.stage_rows} s{g.stages} "
-                    f"p{g.pace} b{g.blocks_per_sm} r{g.max_registers} smem {p.smem} grid {p.grid}",
+                    f"p{g.pace} b{g.blocks_per_sm} r{g.max_registers} x{g.resident} smem {p.smem} grid {p.grid}",
                     flush=True,
                 )
             del chain
