@@ -43,6 +43,7 @@ from calmnb.engine.cpu_simd import (
     cond_broadcast,
     cond_init,
     cond_wait,
+    field,
     get_f32,
     get_f64,
     get_i64,
@@ -71,8 +72,8 @@ _F = np.float32
     JOB, THREADS, SYNC, CLOCK, DTYPE, KV_DTYPE, DIM, HIDDEN, HEAD_DIM, N_LAYERS, N_HEADS, N_KV_HEADS, VOCAB, SEQ_LEN,
     ROTARY_DIM, N_EXPERTS, N_ACTIVE, WINDOW, LAYER_NORM, PARALLEL, ACT, EPS, CLIP, ROPE_FACTOR, FREQS, TURN, EMBED, LAYERS,
     FINAL_NORM, OUTPUT, X, QKV, HIDDEN_A, HIDDEN_B, ROWS_OUT, LOGITS, ROPE, MAXIMA, SUMS, MIXED, STAT_STRIDE, PRIVATE,
-    PRIVATE_SIZE, SCRATCH_SIZE, STAMPS, A0, A1, A2, A3, A4, A5, N_FIELDS,
-) = range(52)  # fmt: skip
+    PRIVATE_SIZE, SCRATCH_SIZE, STAMPS, KV_BLOCKS, A0, A1, A2, A3, A4, A5, N_FIELDS,
+) = range(53)  # fmt: skip
 
 # Fields of a layer's row in the layer table.
 L_NORM, L_Q, L_K, L_V, L_O, L_BIAS, L_MLP_NORM, L_GATE, L_W1, L_W2, L_W3, L_KEYS, L_VALUES, N_LAYER_FIELDS = range(14)
@@ -84,11 +85,6 @@ J_INIT, J_STEP, J_DECODE, J_NORM, J_ROPE, J_KV, J_SOFTMAX, J_GATE, J_READ = rang
 
 #: Spins before a waiting thread offers its core to others: a busy neighbour would halve a pure spin. About 20 us.
 _SPINS = 400
-
-
-@_njit
-def field(ctx, index):
-    return get_i64(ctx + 8 * index)
 
 
 @_njit
@@ -108,7 +104,7 @@ def now(ctx, private):
 def stamp(ctx, tid, private, index):
     """Thread 0 notes the time, if anyone records."""
     stay_call()
-    if tid == 0:
+    if tid < 1:
         stamps = field(ctx, STAMPS)
         if stamps != 0:
             set_f64(stamps + 8 * index, now(ctx, private))
@@ -144,7 +140,7 @@ def finish_qkv(ctx, layer, first, last, qkv, rope, slot):
     half, kv_dtype = field(ctx, ROTARY_DIM) // 2, field(ctx, KV_DTYPE)
     bias, clip = get_i64(layer + 8 * L_BIAS), _F(get_f64(ctx + 8 * CLIP))
     keys, values = get_i64(layer + 8 * L_KEYS), get_i64(layer + 8 * L_VALUES)
-    blocks, hdp = (field(ctx, SEQ_LEN) + 15) // 16, pad16(hd)
+    blocks, hdp = field(ctx, KV_BLOCKS), pad16(hd)
     if bias != 0:
         for r in range(first, last):
             set_f32(qkv + 4 * r, get_f32(qkv + 4 * r) + get_f32(bias + 4 * r))
@@ -176,7 +172,7 @@ def turn_sinks(ctx, layer, private):
     """Rotate the keys in slots 0 and 1 by one position, in cache precision."""
     stay_call()
     hd, half, kv_dtype = field(ctx, HEAD_DIM), field(ctx, ROTARY_DIM) // 2, field(ctx, KV_DTYPE)
-    keys, turn, blocks = get_i64(layer + 8 * L_KEYS), field(ctx, TURN), (field(ctx, SEQ_LEN) + 15) // 16
+    keys, turn, blocks = get_i64(layer + 8 * L_KEYS), field(ctx, TURN), field(ctx, KV_BLOCKS)
     for head in range(field(ctx, N_KV_HEADS)):
         for slot in range(2):
             for j in range(half):
@@ -193,7 +189,7 @@ def attention(ctx, layer, tid, first, last, private):
     """This thread's share of (kv head, chunk) pairs over positions first to last - 1."""
     stay_call()
     hd, n_kv, kv_dtype = field(ctx, HEAD_DIM), field(ctx, N_KV_HEADS), field(ctx, KV_DTYPE)
-    group, blocks, hdp = field(ctx, N_HEADS) // n_kv, (field(ctx, SEQ_LEN) + 15) // 16, pad16(hd)
+    group, blocks, hdp = field(ctx, N_HEADS) // n_kv, field(ctx, KV_BLOCKS), pad16(hd)
     itemsize = 2 if kv_dtype == FP16 else 1
     keys, values = get_i64(layer + 8 * L_KEYS), get_i64(layer + 8 * L_VALUES)
     q, stride = field(ctx, QKV), field(ctx, STAT_STRIDE)
@@ -236,7 +232,7 @@ def step(ctx, tid, private):
     planes = xb + 4 * pad16(wide)
 
     stamp(ctx, tid, private, 0)
-    if tid == 0:
+    if tid < 1:
         decode_row(dtype, field(ctx, EMBED) + field(ctx, A0) * row_bytes(dtype, dim), dim, x)
         factor = get_f64(ctx + 8 * ROPE_FACTOR)
         for j in range(half):
@@ -360,7 +356,7 @@ def kv_rows(ctx, tid):
     """
     stay_call()
     head, layer, n_blocks, block0 = field(ctx, A0), field(ctx, A1), field(ctx, A2), field(ctx, A3)
-    hd, kv_dtype, blocks = field(ctx, HEAD_DIM), field(ctx, KV_DTYPE), (field(ctx, SEQ_LEN) + 15) // 16
+    hd, kv_dtype, blocks = field(ctx, HEAD_DIM), field(ctx, KV_DTYPE), field(ctx, KV_BLOCKS)
     itemsize, hdp = 2 if kv_dtype == FP16 else 1, pad16(field(ctx, HEAD_DIM))
     keys = get_i64(layer + 8 * L_KEYS) + itemsize * (head * blocks + block0) * hd * 16
     values = get_i64(layer + 8 * L_VALUES) + itemsize * (head * blocks + block0) * 16 * hdp
@@ -437,7 +433,7 @@ def enter(ctx, tid):
     Compiled by `calmnb.engine.cpu_compile`. `ctx` is the address of the context.
     """
     sync = field(ctx, SYNC)
-    if tid == 0:
+    if tid < 1:
         job = field(ctx, JOB)
         if job == J_INIT:
             mutex_init(sync + S_MUTEX, 0)
@@ -450,10 +446,10 @@ def enter(ctx, tid):
             mutex_unlock(sync + S_MUTEX)
         if get_i64(sync + S_STOP) != 0:
             return
-        work(ctx, 0)
+        work(ctx, tid)
         barrier(ctx)
         if job == J_STEP and field(ctx, STAMPS) != 0:
-            stamp(ctx, 0, field(ctx, PRIVATE), 5 * field(ctx, N_LAYERS) + 2)
+            stamp(ctx, tid, field(ctx, PRIVATE), 5 * field(ctx, N_LAYERS) + 2)
         return
     seen = 0
     while True:

@@ -518,58 +518,142 @@ def vload_kv(dtype, address, index):
 
 
 @_njit
-def _scores(dtype, keys, hd, q, q_stride, heads, out, scale):
-    """Sixteen scores for each of 1, 2 or 4 heads; out has CHUNK float32 a head."""
+def _scores4(dtype, keys, hd, q, q1, q2, q3, out, scale):
+    """Scores of 32 positions (two blocks) for four heads; out has CHUNK float32 a head."""
     stay_call()
     a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
-    if heads == 4:
-        for i in range(hd):
-            k = vload_kv(dtype, keys, 16 * i)
-            a = vfma(k, vset(get_f32(q + 4 * i)), a)
-            b = vfma(k, vset(get_f32(q + q_stride + 4 * i)), b)
-            c = vfma(k, vset(get_f32(q + 2 * q_stride + 4 * i)), c)
-            d = vfma(k, vset(get_f32(q + 3 * q_stride + 4 * i)), d)
-        vstore(out + 8 * CHUNK, vmul(c, scale))
-        vstore(out + 12 * CHUNK, vmul(d, scale))
-    elif heads == 2:
-        for i in range(hd):
-            k = vload_kv(dtype, keys, 16 * i)
-            a = vfma(k, vset(get_f32(q + 4 * i)), a)
-            b = vfma(k, vset(get_f32(q + q_stride + 4 * i)), b)
-    else:
-        for i in range(hd):
-            a = vfma(vload_kv(dtype, keys, 16 * i), vset(get_f32(q + 4 * i)), a)
+    e, f, g, h = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+    second = 16 * hd
+    for i in range(hd):
+        k = vload_kv(dtype, keys, 16 * i)
+        m = vload_kv(dtype, keys, second + 16 * i)
+        v = vset(get_f32(q + 4 * i))
+        a = vfma(k, v, a)
+        e = vfma(m, v, e)
+        v = vset(get_f32(q1 + 4 * i))
+        b = vfma(k, v, b)
+        f = vfma(m, v, f)
+        v = vset(get_f32(q2 + 4 * i))
+        c = vfma(k, v, c)
+        g = vfma(m, v, g)
+        v = vset(get_f32(q3 + 4 * i))
+        d = vfma(k, v, d)
+        h = vfma(m, v, h)
     vstore(out, vmul(a, scale))
-    if heads > 1:
-        vstore(out + 4 * CHUNK, vmul(b, scale))
+    vstore(out + 64, vmul(e, scale))
+    vstore(out + 4 * CHUNK, vmul(b, scale))
+    vstore(out + 4 * CHUNK + 64, vmul(f, scale))
+    vstore(out + 8 * CHUNK, vmul(c, scale))
+    vstore(out + 8 * CHUNK + 64, vmul(g, scale))
+    vstore(out + 12 * CHUNK, vmul(d, scale))
+    vstore(out + 12 * CHUNK + 64, vmul(h, scale))
 
 
 @_njit
-def _mix(dtype, values, hdp, p, first, last, heads, out):
-    """``out[h] = sum of p[h][t] * value[t]`` for 1, 2 or 4 heads; out has hdp float32 a head."""
+def _scores1(dtype, keys, hd, q, out, scale):
+    """Scores of 32 positions (two blocks) for one head."""
+    stay_call()
+    a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+    second = 16 * hd
+    i = 0
+    while i + 2 <= hd:
+        v = vset(get_f32(q + 4 * i))
+        a = vfma(vload_kv(dtype, keys, 16 * i), v, a)
+        b = vfma(vload_kv(dtype, keys, second + 16 * i), v, b)
+        v = vset(get_f32(q + 4 * i + 4))
+        c = vfma(vload_kv(dtype, keys, 16 * i + 16), v, c)
+        d = vfma(vload_kv(dtype, keys, second + 16 * i + 16), v, d)
+        i += 2
+    if i < hd:
+        v = vset(get_f32(q + 4 * i))
+        a = vfma(vload_kv(dtype, keys, 16 * i), v, a)
+        b = vfma(vload_kv(dtype, keys, second + 16 * i), v, b)
+    vstore(out, vmul(vadd(a, c), scale))
+    vstore(out + 64, vmul(vadd(b, d), scale))
+
+
+@_njit
+def _mix4(dtype, values, hdp, p, first, last, out):
+    """``out[h] = sum of p[h][t] * value[t]`` for four heads; p has CHUNK float32 a head, out hdp."""
     stay_call()
     for i in range(0, hdp, 16):
         a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
-        if heads == 4:
-            for t in range(first, last):
-                v = vload_kv(dtype, values, t * hdp + i)
-                a = vfma(v, vset(get_f32(p + 4 * t)), a)
-                b = vfma(v, vset(get_f32(p + 4 * (CHUNK + t))), b)
-                c = vfma(v, vset(get_f32(p + 4 * (2 * CHUNK + t))), c)
-                d = vfma(v, vset(get_f32(p + 4 * (3 * CHUNK + t))), d)
-            vstore(out + 4 * (2 * hdp + i), c)
-            vstore(out + 4 * (3 * hdp + i), d)
-        elif heads == 2:
-            for t in range(first, last):
-                v = vload_kv(dtype, values, t * hdp + i)
-                a = vfma(v, vset(get_f32(p + 4 * t)), a)
-                b = vfma(v, vset(get_f32(p + 4 * (CHUNK + t))), b)
-        else:
-            for t in range(first, last):
-                a = vfma(vload_kv(dtype, values, t * hdp + i), vset(get_f32(p + 4 * t)), a)
-        vstore(out + 4 * i, a)
-        if heads > 1:
-            vstore(out + 4 * (hdp + i), b)
+        e, f, g, h = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+        t = first
+        while t + 2 <= last:
+            v = vload_kv(dtype, values, t * hdp + i)
+            w = vload_kv(dtype, values, (t + 1) * hdp + i)
+            s = p + 4 * t
+            a = vfma(v, vset(get_f32(s)), a)
+            b = vfma(v, vset(get_f32(s + 4 * CHUNK)), b)
+            c = vfma(v, vset(get_f32(s + 8 * CHUNK)), c)
+            d = vfma(v, vset(get_f32(s + 12 * CHUNK)), d)
+            e = vfma(w, vset(get_f32(s + 4)), e)
+            f = vfma(w, vset(get_f32(s + 4 * CHUNK + 4)), f)
+            g = vfma(w, vset(get_f32(s + 8 * CHUNK + 4)), g)
+            h = vfma(w, vset(get_f32(s + 12 * CHUNK + 4)), h)
+            t += 2
+        if t < last:
+            v = vload_kv(dtype, values, t * hdp + i)
+            a = vfma(v, vset(get_f32(p + 4 * t)), a)
+            b = vfma(v, vset(get_f32(p + 4 * (CHUNK + t))), b)
+            c = vfma(v, vset(get_f32(p + 4 * (2 * CHUNK + t))), c)
+            d = vfma(v, vset(get_f32(p + 4 * (3 * CHUNK + t))), d)
+        vstore(out + 4 * i, vadd(a, e))
+        vstore(out + 4 * (hdp + i), vadd(b, f))
+        vstore(out + 4 * (2 * hdp + i), vadd(c, g))
+        vstore(out + 4 * (3 * hdp + i), vadd(d, h))
+
+
+@_njit
+def _mix1(dtype, values, hdp, p, first, last, out):
+    """``out = sum of p[t] * value[t]``."""
+    stay_call()
+    for i in range(0, hdp, 16):
+        a, b, c, d = vset(_ZERO), vset(_ZERO), vset(_ZERO), vset(_ZERO)
+        t = first
+        while t + 4 <= last:
+            a = vfma(vload_kv(dtype, values, t * hdp + i), vset(get_f32(p + 4 * t)), a)
+            b = vfma(vload_kv(dtype, values, (t + 1) * hdp + i), vset(get_f32(p + 4 * t + 4)), b)
+            c = vfma(vload_kv(dtype, values, (t + 2) * hdp + i), vset(get_f32(p + 4 * t + 8)), c)
+            d = vfma(vload_kv(dtype, values, (t + 3) * hdp + i), vset(get_f32(p + 4 * t + 12)), d)
+            t += 4
+        while t < last:
+            a = vfma(vload_kv(dtype, values, t * hdp + i), vset(get_f32(p + 4 * t)), a)
+            t += 1
+        vstore(out + 4 * i, vadd(vadd(a, b), vadd(c, d)))
+
+
+@_njit
+def _softmax_chunk(p, first, last):
+    """Exponentials of p[first:last] in place, zeros in the rest of their blocks of 32; returns the largest score and the sum."""
+    stay_call()
+    start, stop = first // 32 * 32, (last + 31) // 32 * 32
+    for t in range(start, first):
+        set_f32(p + 4 * t, _LOWEST)
+    for t in range(last, stop):
+        set_f32(p + 4 * t, _LOWEST)
+    top = vset(_LOWEST)
+    for t in range(start, stop, 16):
+        top = vmax(vload(p + 4 * t), top)
+    m = vmaximum(top)
+    shift = vset(m)
+    for t in range(start, stop, 16):
+        vstore(p + 4 * t, vexp(vsub(vload(p + 4 * t), shift)))
+    for t in range(start, first):
+        set_f32(p + 4 * t, _ZERO)
+    for t in range(last, stop):
+        set_f32(p + 4 * t, _ZERO)
+    total = vset(_ZERO)
+    for t in range(start, stop, 16):
+        total = vadd(total, vload(p + 4 * t))
+    return m, vsum(total)
+
+
+@_njit
+def _ask(address, nbytes):
+    for o in range(0, nbytes, 64):
+        prefetch(address + o)
 
 
 @_njit
@@ -595,39 +679,29 @@ def attend_chunk(dtype, keys, values, hd, q, n_heads, first, last, scratch, maxi
     hdp = pad16(hd)
     itemsize = 2 if dtype == FP16 else 1
     scale = vset(_F(_ONE / math.sqrt(_F(hd))))
+    # The values are asked for while the scores are computed, the next chunk's keys while values are mixed.
+    _ask(values + itemsize * first * hdp, itemsize * (last - first) * hdp)
     head = 0
     while head < n_heads:
-        left = n_heads - head
-        heads = 4 if left >= 4 else (2 if left >= 2 else 1)
-        for block in range(first // 16, (last + 15) // 16):
-            _scores(dtype, keys + itemsize * 16 * hd * block, hd, q + 4 * hd * head, 4 * hd, heads, scratch + 64 * block, scale)
+        heads = min(n_heads - head, 4)
+        q0 = q + 4 * hd * head
+        for pair in range(first // 32, (last + 31) // 32):
+            block, target = keys + itemsize * 32 * hd * pair, scratch + 128 * pair
+            if heads == 1:
+                _scores1(dtype, block, hd, q0, target, scale)
+            else:  # fewer than four heads: the last one is computed again, and not looked at
+                q1, q2, q3 = q0 + 4 * hd, q0 + 4 * hd * min(2, heads - 1), q0 + 4 * hd * (heads - 1)
+                _scores4(dtype, block, hd, q0, q1, q2, q3, target, scale)
         for h in range(heads):
-            p = scratch + 4 * CHUNK * h
-            start, stop = first // 16 * 16, (last + 15) // 16 * 16
-            for t in range(start, first):
-                set_f32(p + 4 * t, _LOWEST)
-            for t in range(last, stop):
-                set_f32(p + 4 * t, _LOWEST)
-            top = vset(_LOWEST)
-            for t in range(start, stop, 16):
-                top = vmax(vload(p + 4 * t), top)
-            m = vmaximum(top)
-            shift = vset(m)
-            for t in range(start, stop, 16):
-                vstore(p + 4 * t, vexp(vsub(vload(p + 4 * t), shift)))
-            for t in range(start, first):
-                set_f32(p + 4 * t, _ZERO)
-            for t in range(last, stop):
-                set_f32(p + 4 * t, _ZERO)
-            total = vset(_ZERO)
-            for t in range(start, stop, 16):
-                total = vadd(total, vload(p + 4 * t))
+            m, total = _softmax_chunk(scratch + 4 * CHUNK * h, first, last)
             set_f32(maxima + (head + h) * stat_stride, m)
-            set_f32(sums + (head + h) * stat_stride, vsum(total))
+            set_f32(sums + (head + h) * stat_stride, total)
+        if head == 0:
+            _ask(keys + itemsize * CHUNK * hd, itemsize * CHUNK * hd)
         if heads == 1:
-            _mix(dtype, values, hdp, scratch, first, last, 1, mixed + head * mix_stride)
+            _mix1(dtype, values, hdp, scratch, first, last, mixed + head * mix_stride)
         else:
-            _mix(dtype, values, hdp, scratch, first, last, heads, scratch + 16 * CHUNK)
+            _mix4(dtype, values, hdp, scratch, first, last, scratch + 16 * CHUNK)
             for h in range(heads):
                 for i in range(0, hdp, 16):
                     vstore(mixed + (head + h) * mix_stride + 4 * i, vload(scratch + 16 * CHUNK + 4 * (h * hdp + i)))

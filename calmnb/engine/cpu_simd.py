@@ -369,6 +369,17 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def field(typingctx: Any, address: Any, index: Any) -> Any:
+    """int64 number `index` of an array at an address. An intrinsic: a function would be compiled for every constant."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        offset = builder.shl(args[1], ir.Constant(_I64, 3))
+        return _load(builder, builder.add(args[0], offset), _I64, 8)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def stay_call(typingctx: Any) -> Any:
     """Keep the function that says this out of its callers: big loops inlined everywhere tripled the compile time."""
 

@@ -120,14 +120,14 @@ class CpuState:
         self._check_shapes(weights)
         active = c.n_experts_active if c.is_moe else 1
         wide, hd_pad = _pad16(max(c.dim, c.q_dim, c.hidden_dim)), _pad16(c.head_dim)
-        blocks, stat_stride = (seq_len + 15) // 16, _pad16((seq_len + CHUNK - 1) // CHUNK) + 16
+        blocks, stat_stride = (seq_len + 31) // 32 * 2, _pad16((seq_len + CHUNK - 1) // CHUNK) + 16
         for index, value in (
             (k.CLOCK, _CLOCK), (k.DTYPE, _STORAGE[c.dtype]), (k.KV_DTYPE, _STORAGE[kv_dtype]), (k.DIM, c.dim),
             (k.HIDDEN, c.hidden_dim), (k.HEAD_DIM, c.head_dim), (k.N_LAYERS, c.n_layers), (k.N_HEADS, c.n_heads),
             (k.N_KV_HEADS, c.n_kv_heads), (k.VOCAB, c.vocab_size), (k.SEQ_LEN, seq_len), (k.ROTARY_DIM, c.rotary_dim),
             (k.N_EXPERTS, c.n_experts), (k.N_ACTIVE, c.n_experts_active), (k.WINDOW, c.sliding_window),
             (k.LAYER_NORM, int(c.norm_type != "rmsnorm")), (k.PARALLEL, int(c.is_parallel)), (k.ACT, int(c.act_type == "gelu")),
-            (k.STAT_STRIDE, stat_stride),
+            (k.STAT_STRIDE, stat_stride), (k.KV_BLOCKS, blocks),
         ):  # fmt: skip
             context[index] = value
         freqs, factor = c.rope_frequencies()

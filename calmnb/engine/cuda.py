@@ -10,16 +10,18 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calmnb.config import KvDtype, ModelConfig
-from calmnb.engine.base import EngineInfo, FullPolicy, Phase, Recorder, Weights
+from calmnb.engine.base import EngineInfo, FullPolicy, Kernel, Phase, Recorder, Weights
 from calmnb.engine.cuda_device import CudaDevice, Gpu, Launch
 from calmnb.engine.cuda_memory import MemoryPlan
-from calmnb.engine.cuda_ops import HOST_RING, STATE_WORDS, HostToken, SampleParams, state_words
+from calmnb.engine.cuda_ops import HOST_RING, STATE_WORDS, HostToken, SampleParams, embed_grid, state_words
+from calmnb.engine.cuda_prefill import CHUNK, PrefillArgs, can_prefill, prefill_layout, run_logits, run_prefill, run_resume
 from calmnb.engine.cuda_program import (
     HOST_RING_BYTES,
     Ending,
@@ -43,6 +45,8 @@ _WIDE_FROM = 256.0
 #: Steps queued beyond the token the caller has: enough to hide the host, few enough to stop within a moment.
 _AHEAD = 8
 _PROMPT_STATES = 256
+#: Prompts shorter than this go step by step: a step reads the weights once, a batch decodes them too.
+_FEW = 4
 
 
 class Decoded(NamedTuple):
@@ -131,11 +135,13 @@ class CudaEngine:
         self._plans = self._make_plans(frozenset())
         weights_layout = Layout((r.name, r.nbytes) for r in regions)
         work_layout = activation_layout(self._plans)
+        self._chunk = min(CHUNK, self.seq_len)
+        scratch_layout = prefill_layout(config, self._chunk) if can_prefill(config) else Layout([])
         self.memory_plan = MemoryPlan(
             weights=weights_layout.nbytes,
             cache=cache_bytes(config, self.kv_dtype, self.seq_len),
             work=work_layout.nbytes,
-            prefill=0,
+            prefill=scratch_layout.nbytes,
         )
         free, total = gpu.memory()
         self.memory_plan.check(
@@ -164,6 +170,7 @@ class CudaEngine:
             self._plans = self._make_plans(wide)
             work_layout = activation_layout(self._plans)
         self._work = work_layout.at(gpu.allocate(work_layout.nbytes))
+        self._scratch = scratch_layout.at(gpu.allocate(scratch_layout.nbytes)) if scratch_layout.nbytes else {}
         frequencies = np.ascontiguousarray(config.rope_frequencies()[0], dtype=np.float64)
         if frequencies.size:
             self._put(self._work["frequencies"], frequencies.view(np.uint8))
@@ -188,14 +195,18 @@ class CudaEngine:
         """Feed several tokens; see `calmnb.engine.Engine.prefill`."""
         ids = [int(t) for t in check_tokens(self.config, tokens)]
         self._enter(pos, len(ids))
-        if all_logits:
-            rows = np.empty((len(ids), self.config.vocab_size), np.float32)
-            for i, token in enumerate(ids):
-                self._run_tokens([token], pos + i, "prefill", last="logits")
+        rows = np.empty((len(ids) if all_logits else 0, self.config.vocab_size), np.float32)
+        # What fits in the cache goes in batches; once it rolls, every token changes what the next one sees.
+        n_batched = min(len(ids), self.seq_len - pos) if self._scratch and len(ids) >= _FEW else 0
+        for at in range(0, n_batched, self._chunk):
+            n = min(self._chunk, n_batched - at)
+            self._run_batch(ids[at : at + n], pos + at, rows[at : at + n] if all_logits else None, last=at + n == len(ids))
+        for i in range(max(n_batched, 0), len(ids)):
+            wanted = all_logits or i == len(ids) - 1
+            self._run_tokens([ids[i]], pos + i, "prefill", last="logits" if wanted else "none")
+            if all_logits:
                 rows[i] = self._read_logits()
-            return rows
-        self._run_tokens(ids, pos, "prefill", last="logits")
-        return self._read_logits()
+        return rows if all_logits else self._read_logits()
 
     def reset(self) -> None:
         """Forget the sequence, so that the next position is 0."""
@@ -385,6 +396,42 @@ class CudaEngine:
             self._gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
         self._gpu.wait()
         self._positions.end = pos + len(ids)
+
+    def _run_batch(self, ids: list[int], pos: int, rows: NDArray[np.float32] | None, *, last: bool) -> None:
+        """Compute a batch of prompt tokens; logits of all of them into `rows`, or of the last one where `last`."""
+        gpu, n = self._gpu, len(ids)
+        a = PrefillArgs(
+            self.config, self.kv_dtype, self.seq_len, self._weights, self._work, self._scratch, self._cache,
+            self.memory_plan.cache // (2 * self.config.n_layers),
+        )  # fmt: skip
+        self._put(self._scratch["tokens"], np.array(ids, np.int32).view(np.uint8))
+        kernels: list[Kernel] = []
+        events = [gpu.mark()]
+
+        def done(kernel: Kernel) -> None:
+            if self.recorder is not None:
+                kernels.append(kernel)
+                events.append(gpu.mark())
+
+        started = time.perf_counter()
+        run_prefill(gpu, self._compile, a, n, pos, done)
+        if rows is not None:
+            run_logits(gpu, self._compile, a, rows)
+        elif last:
+            blocks = embed_grid(self.config) - 1
+            run_resume(gpu, self._compile, a, n - 1, blocks)
+            logits = self.program("logits").launches[-1]
+            args = type(logits.args[0]).from_buffer_copy(logits.args[0])
+            args.n_part = blocks
+            gpu.launch([replace(logits, args=(args,), dependent=False)])
+            done(Kernel("output", -1, logits.kernel.name))
+            gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
+        gpu.wait()
+        self._positions.end = pos + n
+        if self.recorder is not None and kernels:
+            marks = np.array([gpu.between(events[0], e) for e in events]) + started
+            kv_len = self._positions.length(pos + n - 1)
+            self.recorder.add("prefill", pos, kv_len, n, tuple(kernels), marks[:-1], marks[1:], started, float(marks[-1]))
 
     def _read_logits(self) -> NDArray[np.float32]:
         return self._logits.view(np.float32)[: self.config.vocab_size]

@@ -74,6 +74,10 @@ class Gpu(Protocol):
         """Queue kernels."""
         ...
 
+    def matmul(self, out: int, x: int, weights: int, rows: int, outputs: int, inputs: int, *, add: bool) -> None:
+        """Queue ``out[rows, outputs] (+)= x[rows, inputs] @ weights[outputs, inputs].T``: half in, float out."""
+        ...
+
     def capture(self, launches: Sequence[Launch]) -> Callable[[], None]:
         """Make a graph of kernels; the returned function queues it."""
         ...
@@ -88,6 +92,10 @@ class Gpu(Protocol):
 
     def reached(self, event: Any) -> bool:
         """Whether an event has fired."""
+        ...
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two events that have fired."""
         ...
 
     def wait(self, event: Any | None = None) -> None:
@@ -198,6 +206,19 @@ class CudaDevice:
         kind = self._cupy.cuda.runtime.memcpyDeviceToHost
         self._cupy.cuda.runtime.memcpyAsync(target.ctypes.data, address, target.nbytes, kind, self._stream.ptr)
 
+    def matmul(self, out: int, x: int, weights: int, rows: int, outputs: int, inputs: int, *, add: bool) -> None:
+        """Queue ``out[rows, outputs] (+)= x[rows, inputs] @ weights[outputs, inputs].T``: half in, float sums and out."""
+        cublas = self._cupy.cuda.cublas
+        handle = self._cupy.cuda.device.get_cublas_handle()
+        cublas.setStream(handle, self._stream.ptr)
+        one, beta = np.ones(1, np.float32), np.full(1, 1.0 if add else 0.0, np.float32)
+        half, single, compute_32f, default = 2, 0, 68, -1
+        # cuBLAS counts columns first: there, weights are [inputs, outputs] to be transposed, x is [inputs, rows].
+        cublas.gemmEx(
+            handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, outputs, rows, inputs, one.ctypes.data, weights, half, inputs, x, half,
+            inputs, beta.ctypes.data, out, single, outputs, compute_32f, default,
+        )  # fmt: skip
+
     def launch(self, launches: Sequence[Launch]) -> None:
         """Queue kernels."""
         driver = self._driver
@@ -258,6 +279,10 @@ class CudaDevice:
         event = self._cupy.cuda.Event()
         event.record(self._stream)
         return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two events that have fired."""
+        return float(self._cupy.cuda.get_elapsed_time(begin, end)) * 1e-3
 
     def reached(self, event: Any) -> bool:
         """Whether an event has fired."""

@@ -7,7 +7,7 @@ the argument struct of ``kernels/matvec.cuh``. What was tried and what won is in
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from calmnb.config import DTYPE_BITS, ModelConfig
@@ -159,7 +159,12 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
                     options.append((int((1 - lanes_used) * 12), abs(groups * warps - 8), -chunks, warps, chunks, groups))
         if options:
             *_, warps, chunks, groups = min(options)
-            return fill_geometry(rows, warps, chunks, groups, device)
+            geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=64)
+            if kind in ("gateup", "logits") or not device.has_pdl:
+                geometry = replace(geometry, blocks_per_sm=2)
+            if dtype == "gf4" and geometry.threads == 256:
+                geometry = replace(geometry, max_registers=96 if kind == "gateup" else 88)
+            return geometry
     return None
 
 

@@ -52,7 +52,7 @@ class AttentionArgs(ctypes.Structure):
 
     _fields_ = [
         *[(n, _POINTER) for n in ("q", "k", "v", "out", "partial", "partial_ml", "counters", "state", "stamp")],
-        *[(n, _INT) for n in ("seq_len", "heads_per_kv", "groups_per_kv", "window", "min_chunk")],
+        *[(n, _INT) for n in ("seq_len", "heads_per_kv", "groups_per_kv", "window", "single", "min_chunk")],
     ]
 
 
@@ -151,8 +151,10 @@ class AttentionPlan:
         Query heads that share a read of their kv head's cache.
     groups_per_kv : int
         Head groups of one kv head.
+    single : int
+        Up to so many positions, one block takes them all: adding splits costs more than reading on.
     min_chunk : int
-        Fewest positions a block takes.
+        Beyond that, the fewest positions a block takes.
     """
 
     spec: KernelSpec
@@ -161,6 +163,7 @@ class AttentionPlan:
     shared: int
     heads: int
     groups_per_kv: int
+    single: int
     min_chunk: int
 
 
@@ -169,57 +172,56 @@ def plan_attention(
     kv_dtype: str,
     sm_count: int,
     *,
-    threads: int = 128,
-    unroll: int = 3,
-    stages: int = 2,
-    blocks_per_sm: float = 2.0,
-    min_chunk: int = 128,
+    shared_per_sm: int = 228 << 10,
+    warps: int = 4,
+    budget: int = 0,
+    blocks_per_sm: float = 1.0,
+    single: int = 0,
+    min_chunk: int = 64,
 ) -> AttentionPlan:
     """Geometry of attention for one model on a GPU of `sm_count` multiprocessors.
 
     The grid is fixed: about `blocks_per_sm` blocks a multiprocessor, shared out over the head groups; blocks that the
-    context does not reach leave at once.
+    context does not reach leave at once. `budget` is the shared memory a block may take, 0 for the usual: on large
+    multiprocessors so much that two of these blocks never share one that a weight kernel still holds.
 
     Raises
     ------
     UnsupportedError
-        If a row of the cache cannot be copied in pieces of 4, 8 or 16 bytes by the 32 lanes of a warp.
+        If a row of the cache cannot be copied in pieces of 4, 8 or 16 bytes, or is longer than 256 channels.
     """
     item = DTYPE_BITS[kv_dtype] // 8
     row = config.head_dim * item
+    piece = next((p for p in (16, 8, 4) if row % p == 0), 0)
+    if not piece or config.head_dim > 256:
+        raise UnsupportedError(
+            f"head_dim {config.head_dim} with a {kv_dtype} KV cache makes rows of {row} bytes; the CUDA engine takes multiples of 4 "
+            "bytes and up to 256 channels. Use kv_dtype='fp16', or device='cpu'"
+        )
     per_kv = config.n_heads // config.n_kv_heads
     groups = -(-per_kv // 8)
     heads = -(-per_kv // groups)
-    lane_bytes = 0
-    for piece in (16, 8, 4):
-        # A lane keeps q and the result of `heads` heads for its channels: two lots of 32 (E5M2) or 64 floats.
-        if row % piece or row // piece > 32:
-            continue
-        lane_bytes = piece
-        if heads * piece // item <= (32 if item == 1 else 64):
-            break
-    if not lane_bytes:
-        raise UnsupportedError(
-            f"head_dim {config.head_dim} with a {kv_dtype} KV cache makes rows of {row} bytes; the CUDA engine takes multiples "
-            "of 16 up to 512, of 8 up to 256 and of 4 up to 128. Use kv_dtype='fp16', or device='cpu'"
-        )
-    if lane_bytes < 16:
-        stages *= 2  # as many bytes in flight
     y = config.n_kv_heads * groups
     splits = max(1, int(sm_count * blocks_per_sm) // y)
+    budget = budget or (72 << 10 if shared_per_sm >= 160 << 10 else 40 << 10)
+    pitch = -(-config.head_dim // 16) * item | 1
+    tile = 2 * 16 * pitch * 16
+    while warps > 1 and warps * 2 * tile > budget:
+        warps //= 2
+    stages = max(2, min(8, budget // (warps * tile)))
+    shared = max(warps * stages * tile, 8 * heads * splits)
+    if shared_per_sm >= 160 << 10:
+        shared = max(shared, 72 << 10)
     defines = (
         ("HEAD_DIM", config.head_dim),
         ("HEADS", heads),
         ("KV_FP8", int(kv_dtype == "fp8")),
-        ("LANE_BYTES", lane_bytes),
-        ("THREADS", threads),
-        ("UNROLL", unroll),
+        ("PIECE", piece),
+        ("WARPS", warps),
         ("STAGES", stages),
     )
-    ring = threads * 2 * stages * unroll * lane_bytes
-    merge = max(threads // 32 * heads * config.head_dim * 4, 8 * heads * splits)
     return AttentionPlan(
-        KernelSpec("attention", "attention.cu", defines), (splits, y), threads, max(ring, merge), heads, groups, min_chunk
+        KernelSpec("attention", "attention.cu", defines), (splits, y), 32 * warps, shared, heads, groups, single or (128 << 10) // (2 * row), min_chunk
     )
 
 

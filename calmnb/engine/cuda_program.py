@@ -112,7 +112,7 @@ def make_plans(
         kv_dtype,
         seq_len,
         on_full,
-        plan_attention(config, kv_dtype, sm_count, **(attention or {})),
+        plan_attention(config, kv_dtype, sm_count, shared_per_sm=device.shared_per_sm, **(attention or {})),
         plans(False),
         wide,
         plans(True) if wide else {},
@@ -283,7 +283,7 @@ def build_program(
                 q=work["q32"], k=keys, v=keys + half_cache, out=work["o16"], partial=work["partial"],
                 partial_ml=work["partial_ml"], counters=work["counters"], state=work["state"], seq_len=plans.seq_len,
                 heads_per_kv=c.n_heads // c.n_kv_heads, groups_per_kv=attention.groups_per_kv, window=c.sliding_window,
-                min_chunk=attention.min_chunk,
+                single=attention.single, min_chunk=attention.min_chunk,
             ),
         )  # fmt: skip
         # A parallel block leaves the residual in x32 alone until the FFN, which reads it too, is done.
