@@ -104,11 +104,11 @@ def measure_bandwidth(
     threads
         Threads that read, >= 1; None for all cores usable here. Give the engine's, to compare like with like.
     nbytes
-        Buffer size, >= 1 MiB; None for 512 MB, at least eight times and in quick mode four times the last-level cache.
+        Buffer size, >= 1 MiB; None for 512 MB (256 in quick mode), at least eight times the last-level cache.
     repeats
         Passes of each shape, >= 1.
     quick
-        One shape and a smaller buffer: under a second with the first call's compilation.
+        One shape and a smaller buffer: well under a second, even with the first call's compilation.
     fresh
         Measure again even if this process has done so.
 
@@ -137,7 +137,7 @@ def measure_bandwidth(
 
 def _measure(threads: int, nbytes: int | None, repeats: int, quick: bool) -> Bandwidth:
     cache_bytes = cpu_info().l3_bytes
-    size = nbytes or max((4 if quick else 8) * cache_bytes, (128 if quick else 512) * 1_000_000)
+    size = nbytes or max(8 * cache_bytes, (256 if quick else 512) * 1_000_000)
     with ThreadPoolExecutor(threads) as pool:
         buffer = _touched(size, threads, pool)
         shapes = (1,) if quick else (1, 2, 4)

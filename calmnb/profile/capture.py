@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from calmnb.errors import ConfigError
 from calmnb.profile.recorder import SessionRecorder
 from calmnb.profile.session import Session
+
+if TYPE_CHECKING:
+    from calmnb.profile.bandwidth import Bandwidth
 
 __all__ = ["RecordingOverhead", "measure_recording_overhead", "profile"]
 
@@ -51,7 +53,7 @@ def profile(
     peak
         Your own bandwidth to compare with, GB/s.
     measure_peak
-        On a CPU, measure the read bandwidth before and after (about half a second each).
+        On a CPU, measure the read bandwidth before and after (about half a second each), and keep the better.
     **sampling
         Options of `Model.generate`; greedy unless you say otherwise.
 
@@ -72,8 +74,7 @@ def profile(
         raise ConfigError(f"profile: peak is {peak} GB/s; it must be positive")
     info = model.engine.info
     measures = measure_peak and peak is None and info.engine != "cuda"
-    if measures:
-        _read_peak(info.threads)
+    readings = [_read_peak(info.threads)] if measures else []
     options: dict[str, Any] = {"stop_ids": (), **sampling}
     if "sampling" not in options:
         options.setdefault("temperature", 0.0)
@@ -85,49 +86,46 @@ def profile(
         for _ in run:
             pass
     if measures:
-        recorder.meta["peaks"]["measured"] = _read_peak(info.threads)
+        readings.append(_read_peak(info.threads))
+        best = max(readings, key=lambda reading: reading.gb_per_s)
+        rates = [round(reading.gb_per_s, 3) for reading in readings]
+        recorder.meta["peaks"]["measured"] = {**best.as_peak(), "readings_gb_per_s": rates}
     return recorder.session()
 
 
-def _read_peak(threads: int) -> dict[str, Any]:
-    """Measure the read bandwidth now; return the best of this process. Done before and after: other work only lowers it."""
-    from calmnb.profile.bandwidth import known_bandwidth, measure_bandwidth
+def _read_peak(threads: int) -> Bandwidth:
+    """Read bandwidth now. Taken before and after a run and the better kept: a busy neighbour can only lower it."""
+    from calmnb.profile.bandwidth import measure_bandwidth
 
-    now = measure_bandwidth(threads or 1, quick=True, fresh=True)
-    return (known_bandwidth(threads or 1) or now).as_peak()
+    return measure_bandwidth(threads or 1, quick=True, fresh=True)
 
 
 @dataclass(frozen=True)
 class RecordingOverhead:
-    """What recording costs: median milliseconds a token without and with, from interleaved decodes.
+    """What recording costs, from neighbouring tokens decoded without and with it.
 
     Attributes
     ----------
     off_ms, on_ms : float
-        Median over the runs of the median token.
-    off_spread_ms, on_spread_ms : float
-        Difference of the slowest and fastest run's median: changes smaller than this mean nothing.
-    rounds, tokens : int
-        Pairs of runs, and tokens of each.
+        Median milliseconds a token.
+    percent : float
+        Median difference of a pair of neighbours, in percent of `off_ms`.
+    error_percent : float
+        Standard error of `percent` (from the median absolute deviation): a smaller difference means nothing.
+    pairs : int
+        Number of pairs.
     """
 
     off_ms: float
     on_ms: float
-    off_spread_ms: float
-    on_spread_ms: float
-    rounds: int
-    tokens: int
-
-    @property
-    def percent(self) -> float:
-        """Cost of recording in percent of the time without."""
-        return 100.0 * (self.on_ms / self.off_ms - 1.0)
+    percent: float
+    error_percent: float
+    pairs: int
 
     def __str__(self) -> str:
         return (
-            f"recording off {self.off_ms:.3f} ms a token (spread {self.off_spread_ms:.3f}), "
-            f"on {self.on_ms:.3f} ms (spread {self.on_spread_ms:.3f}): {self.percent:+.2f}%, "
-            f"{self.rounds} interleaved runs of {self.tokens} tokens each way"
+            f"recording off {self.off_ms:.3f} ms a token, on {self.on_ms:.3f} ms: "
+            f"{self.percent:+.2f}% +- {self.error_percent:.2f}% ({self.pairs} pairs of neighbouring tokens)"
         )
 
 
@@ -135,11 +133,14 @@ def measure_recording_overhead(
     model: _Generates,
     prompt: Any = "Once upon a time",
     *,
-    tokens: int = 48,
+    tokens: int = 64,
     rounds: int = 5,
     clock: Callable[[], float] = time.perf_counter,
 ) -> RecordingOverhead:
-    """Decode the same tokens with recording off and on, in turns, and compare medians.
+    """Decode with recording off and on in turns, and compare.
+
+    On CPUs the turns are tokens of one answer, so that neighbours in time are compared and a busy machine disturbs both
+    alike. A GPU replays a graph that has stamps compiled in or not, so there the turns are whole answers.
 
     Parameters
     ----------
@@ -148,37 +149,62 @@ def measure_recording_overhead(
     prompt
         As for `Model.generate`.
     tokens
-        Tokens of each run, >= 4.
+        Tokens of each answer, >= 8.
     rounds
-        Pairs of runs, >= 1; which of a pair goes first alternates, so that drift cancels.
+        Answers (on a GPU: pairs of answers), >= 1.
     clock
         Seconds; for tests.
+
+    Raises
+    ------
+    ConfigError
+        If an argument is out of range, or too few tokens fit in the context.
     """
-    if tokens < 4 or rounds < 1:
-        raise ConfigError(f"measure_recording_overhead: tokens {tokens} must be at least 4 and rounds {rounds} at least 1")
-    _median_token(model, prompt, tokens, None, clock)  # compile, fill caches
-    times: dict[bool, list[float]] = {False: [], True: []}
+    if tokens < 8 or rounds < 1:
+        raise ConfigError(f"measure_recording_overhead: tokens {tokens} must be at least 8 and rounds {rounds} at least 1")
+    whole_answers = model.engine.info.engine == "cuda"
+    pairs: list[tuple[float, float]] = []
     for turn in range(rounds):
-        for recorded in (False, True) if turn % 2 == 0 else (True, False):
-            recorder = SessionRecorder(model) if recorded else None
-            times[recorded].append(_median_token(model, prompt, tokens, recorder, clock))
-    off, on = times[False], times[True]
-    return RecordingOverhead(
-        statistics.median(off), statistics.median(on), max(off) - min(off), max(on) - min(on), rounds, tokens
-    )  # fmt: skip
+        if whole_answers:
+            runs = {}
+            for on in _order(turn):
+                runs[on] = _token_times(model, prompt, tokens, clock, (on, on))
+            pairs.append((statistics.median(runs[False]), statistics.median(runs[True])))
+        else:
+            times = _token_times(model, prompt, tokens, clock, None)
+            for i in range(0, len(times) - 1, 2):
+                first_on = _order(i // 2)[0]
+                pairs.append((times[i + 1], times[i]) if first_on else (times[i], times[i + 1]))
+    off_s, on_s = (statistics.median(side) for side in zip(*pairs, strict=True))
+    differences = [b - a for a, b in pairs]
+    middle = statistics.median(differences)
+    # The median of n values scatters 1.2533 sigma / sqrt(n); sigma is 1.4826 median absolute deviations.
+    deviation = statistics.median(abs(value - middle) for value in differences)
+    error = 1.2533 * 1.4826 * deviation / len(pairs) ** 0.5
+    return RecordingOverhead(1e3 * off_s, 1e3 * on_s, 100 * middle / off_s, 100 * error / off_s, len(pairs))
 
 
-def _median_token(
-    model: _Generates, prompt: Any, tokens: int, recorder: SessionRecorder | None, clock: Callable[[], float]
-) -> float:
-    """Median milliseconds from one token to the next; the first two are left out."""
-    with model.generate(prompt, max_tokens=tokens, temperature=0.0, stop_ids=(), recorder=recorder) as run:
-        stamps = list(_stamps(run, clock))
-    if len(stamps) < 4:
-        raise ConfigError(f"measure_recording_overhead: only {len(stamps)} tokens fit in the context; use a shorter prompt")
-    return statistics.median(1e3 * (b - a) for a, b in itertools.pairwise(stamps[1:]))
+def _order(turn: int) -> tuple[bool, bool]:
+    """Which of a pair goes first alternates, so that drift cancels."""
+    return (False, True) if turn % 2 == 0 else (True, False)
 
 
-def _stamps(run: Any, clock: Callable[[], float]) -> Iterator[float]:
-    for _ in run:
-        yield clock()
+def _token_times(
+    model: _Generates, prompt: Any, tokens: int, clock: Callable[[], float], order: tuple[bool, bool] | None
+) -> list[float]:
+    """Seconds of each decoded token but the first two; `order` says which of a pair are recorded, None alternates."""
+    engine, recorder, times = model.engine, SessionRecorder(model), []
+    before = engine.recorder
+    try:
+        with model.generate(prompt, max_tokens=tokens, temperature=0.0, stop_ids=()) as run:
+            for i in range(-2, tokens - 2):
+                engine.recorder = recorder if (order or _order(i // 2))[i % 2] else None
+                start = clock()
+                if next(run, None) is None:
+                    break
+                times.append(clock() - start)
+    finally:
+        engine.recorder = before
+    if len(times) < 8:
+        raise ConfigError(f"measure_recording_overhead: only {len(times)} tokens fit in the context; use a shorter prompt")
+    return times[2:]

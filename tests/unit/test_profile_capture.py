@@ -40,13 +40,14 @@ class FakeRun:
             raise StopIteration
         first, n = self.pos == 0, 5 if self.pos == 0 else 1
         start, kernels = self.model.now, kernels_of(CONFIG)
-        self.model.now += 0.010 + (0.001 if self.recorder else 0.0)
-        if self.recorder:
+        recorder = self.recorder or self.model.engine.recorder
+        self.model.now += 0.010 + (0.001 if recorder else 0.0)
+        if recorder:
             ends = start + 0.001 * np.arange(1, len(kernels) + 1)
-            self.recorder.add(
+            recorder.add(
                 "prefill" if first else "decode", self.pos, self.pos + n, n, kernels, ends - 0.001, ends, start, start + 0.01
             )
-            self.recorder.sampled(self.pos + n, 65 + self.pos, start + 0.01, start + 0.0105)
+            recorder.sampled(self.pos + n, 65 + self.pos, start + 0.01, start + 0.0105)
         self.pos += n
         self.left -= 1
         return SimpleNamespace(id=1)
@@ -57,7 +58,7 @@ class FakeModel:
 
     def __init__(self, engine: Any = "cpu", room: int = 10_000) -> None:
         info = EngineInfo(engine, "NVIDIA GeForce RTX 4090" if engine == "cuda" else "Fake CPU", 2, "cpu")
-        self.engine = SimpleNamespace(info=info, config=CONFIG, seq_len=128, kv_dtype="fp8")
+        self.engine = SimpleNamespace(info=info, config=CONFIG, seq_len=128, kv_dtype="fp8", recorder=None)
         self.path = Path("/models/fake-135m-fp8.calm")
         self.file = SimpleNamespace(n_params=11, nbytes=22, weights=None)
         self.tokenizer = SimpleNamespace(token_bytes=lambda token: bytes([token]))
@@ -150,18 +151,24 @@ def test_calmnb_profile_is_the_function_and_the_package(measured: list[int]) -> 
     assert isinstance(calmnb.profile(FakeModel(), "hello", tokens=2), Session)
 
 
-def test_recording_overhead_compares_medians_of_interleaved_runs() -> None:
-    model = FakeModel()
-    result = measure_recording_overhead(model, "hello", tokens=8, rounds=3, clock=lambda: model.now)
+@pytest.mark.parametrize(("engine", "runs", "pairs"), [("cpu", 3, 3 * 4), ("cuda", 6, 3)])
+def test_recording_overhead_compares_neighbours(engine: str, runs: int, pairs: int) -> None:
+    model = FakeModel(engine)
+    result = measure_recording_overhead(model, "hello", tokens=10, rounds=3, clock=lambda: model.now)
     assert (result.off_ms, result.on_ms) == (pytest.approx(10.0), pytest.approx(11.0))
     assert result.percent == pytest.approx(10.0)
-    assert len(model.calls) == 1 + 6
+    assert result.error_percent == pytest.approx(0.0, abs=1e-6)
+    assert (len(model.calls), result.pairs) == (runs, pairs)
     assert "+10.00%" in str(result)
 
 
-def test_recording_overhead_needs_enough_tokens() -> None:
+def test_recording_overhead_leaves_the_engines_recorder_as_it_was() -> None:
+    model = FakeModel()
+    model.engine.recorder = before = object()
     with pytest.raises(ConfigError, match="only 3 tokens fit"):
         measure_recording_overhead(FakeModel(room=3), "hello", tokens=8)
+    measure_recording_overhead(model, "hello", tokens=8, rounds=1, clock=lambda: model.now)
+    assert model.engine.recorder is before
 
 
 @pytest.mark.model
