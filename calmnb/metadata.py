@@ -16,7 +16,7 @@ from typing import Any
 from calmnb.config import ModelConfig, RopeScaling
 from calmnb.errors import ConfigError, FormatError, UnsupportedError
 
-__all__ = ["calm_metadata", "read_config", "read_settings"]
+__all__ = ["calm_metadata", "check_scaling", "read_config", "read_settings"]
 
 
 def calm_metadata(config: ModelConfig) -> dict[str, str]:
@@ -174,4 +174,26 @@ def _read_scaling(value: Any, path: Path) -> RopeScaling | None:
     numbers = [number for key, number in value.items() if key != "kind" and number is not None]
     if "factor" not in value or not all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers):
         raise FormatError(f"{path}: rope scaling {str(value)[:120]!r} needs a factor, and numbers for all its values")
-    return RopeScaling(**value)
+    return check_scaling(RopeScaling(**value), path)
+
+
+def check_scaling(scaling: RopeScaling, path: Path) -> RopeScaling:
+    """Hold the numbers of a rope scaling against the formulas they go into, and return it.
+
+    Raises
+    ------
+    FormatError
+        If a number is not finite and positive, or llama3's band is empty.
+    """
+    numbers = dataclasses.asdict(scaling) | {"kind": None}
+    wrong = {key: n for key, n in numbers.items() if n is not None and not 0 < n < math.inf}
+    if scaling.original_max_seq_len == 0 and scaling.kind != "llama3":
+        wrong.pop("original_max_seq_len")
+    if wrong:
+        raise FormatError(f"{path}: rope scaling {scaling.kind} has {wrong}; these must be positive numbers")
+    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise FormatError(
+            f"{path}: rope scaling llama3 has high_freq_factor {scaling.high_freq_factor} and low_freq_factor "
+            f"{scaling.low_freq_factor}; the former must be larger"
+        )
+    return scaling

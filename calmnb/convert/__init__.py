@@ -169,4 +169,4 @@ def _settings(source: Source, config: ModelConfig) -> bytes:
         "sliding_window": config.sliding_window,
         **source.settings,
     }
-    return json.dumps(settings, ensure_ascii=False, indent=1).encode("utf-8")
+    return json.dumps(settings, indent=1).encode("ascii")

@@ -13,6 +13,7 @@ from calmnb.convert.gguf_file import GgufFile
 from calmnb.convert.gguf_tokenizer import bos_and_eos, import_tokenizer, stop_ids, tokenizer_settings
 from calmnb.convert.source import Source, plan_llama
 from calmnb.errors import CalmnbError, ConfigError, FormatError, TensorError, UnsupportedError
+from calmnb.metadata import check_scaling
 
 __all__ = ["read_gguf"]
 
@@ -152,7 +153,8 @@ def _read_config(file: GgufFile, path: Path) -> ModelConfig:
         )
     except (ConfigError, TypeError) as error:
         raise FormatError(f"{path}: {error}") from error
-    return config.replace(rope_scaling=_read_scaling(metadata, str(family), config, file, path))
+    scaling = _read_scaling(metadata, str(family), config, file, path)
+    return config if scaling is None else config.replace(rope_scaling=check_scaling(scaling, path))
 
 
 def _shortest(value: float) -> float:

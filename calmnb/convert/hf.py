@@ -10,7 +10,7 @@ from calmnb.convert.hf_config import architecture_of, read_config
 from calmnb.convert.safetensors_files import SafetensorsFiles, load_json
 from calmnb.convert.source import Source, plan_llama
 from calmnb.convert.vocabulary import Vocabulary, from_sentencepiece, from_tokenizer_json
-from calmnb.errors import FormatError, UnsupportedError
+from calmnb.errors import CalmnbError, FormatError, UnsupportedError
 
 __all__ = ["read_folder"]
 
@@ -47,12 +47,17 @@ def read_folder(folder: Path) -> Source:
     if not path.exists():
         raise FormatError(f"{folder} holds no config.json, so it is not a Hugging Face checkpoint; is it the right folder?")
     raw = load_json(path)
-    architecture_of(raw, path)
+    architecture_of(raw, path)  # before the tensors: "unknown architecture" says more than "unused tensor"
     reader = SafetensorsFiles(folder)
     try:
         return _read(folder, raw, reader)
-    except BaseException:
+    except BaseException as error:
         reader.close()
+        if isinstance(error, TypeError | ValueError | AttributeError | ArithmeticError) and not isinstance(error, CalmnbError):
+            # A value of a kind that no check foresaw, such as a list where every checkpoint has a number.
+            raise FormatError(
+                f"{folder}: a value in its JSON files is of the wrong kind ({error}); download it again"
+            ) from error
         raise
 
 

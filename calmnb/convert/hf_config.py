@@ -9,6 +9,7 @@ from typing import Any
 
 from calmnb.config import ModelConfig, RopeScaling
 from calmnb.errors import ConfigError, FormatError, UnsupportedError
+from calmnb.metadata import check_scaling
 
 __all__ = ["ARCHITECTURES", "architecture_of", "read_config"]
 
@@ -43,7 +44,7 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> str:
         name, family = classes[0], ARCHITECTURES.get(str(classes[0]))
     else:
         name = config.get("model_type")
-        family = name if name in _DEFAULTS else None
+        family = name if isinstance(name, str) and name in _DEFAULTS else None
     if family is None:
         raise UnsupportedError(f"{path}: the architecture is {name!r}; this version converts {', '.join(ARCHITECTURES)}")
     quantisation = config.get("quantization_config")
@@ -105,7 +106,7 @@ def read_config(
     first_key = shapes.get("model.layers.0.self_attn.k_proj.weight", ())
     kv_default = first_key[0] // head_dim if first_key and head_dim > 0 else n_heads
     activation = config.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedError(f"{path}: hidden_act is {activation!r}; accepted are {', '.join(_ACTIVATIONS)}")
     rope = _rope_parameters(config, path)
     max_seq_len = integer("max_position_embeddings", defaults["max_position_embeddings"])
@@ -228,9 +229,7 @@ def _rope_scaling(rope: Mapping[str, Any], max_seq_len: int, path: Path) -> Rope
         scaling = _read_yarn(number, rope, max_seq_len)
     else:
         raise UnsupportedError(f"{path}: rope scaling {kind!r} is not known to this version; accepted: {_ACCEPTED}")
-    if not (math.isfinite(scaling.factor) and scaling.factor > 0):
-        raise FormatError(f"{path}: rope scaling has the factor {scaling.factor}; it must be positive")
-    return scaling
+    return check_scaling(scaling, path)
 
 
 _ACCEPTED = "default, linear, llama3 and yarn"

@@ -539,6 +539,11 @@ def test_an_unknown_rope_scaling_is_never_ignored(tmp_path: Path, scaling: Any) 
         {"stop_ids": ["a"]},
         {"sliding_window": "wide"},
         {"rope_scaling": {"kind": "linear"}},
+        {"rope_scaling": {"kind": "linear", "factor": 0}},
+        {"rope_scaling": {"kind": "yarn", "factor": float("nan")}},
+        {"rope_scaling": {"kind": "yarn", "factor": 2, "original_max_seq_len": -8}},
+        {"rope_scaling": {"kind": "llama3", "factor": 8}},
+        {"rope_scaling": {"kind": "llama3", "factor": 8, "original_max_seq_len": 64, "low_freq_factor": 4}},
         {"rope_scaling": {"kind": "linear", "factor": "8"}},
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shutil
@@ -13,6 +14,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from calmnb.checkpoint import open_calm
 from calmnb.convert import convert
@@ -624,6 +627,54 @@ def test_a_plain_file_is_refused_where_it_would_lose_what_the_model_needs(
         convert(folder, out, extras=False)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+ROPE_KEYS = [
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "mscale",
+    "beta_fast",
+]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_no_configuration_raises_anything_but_our_own_errors(llama: Path, tmp_path: Path, data: st.DataObject) -> None:
+    folder = tmp_path / "checkpoint"
+    if not folder.exists():
+        shutil.copytree(llama, folder)
+    config = json.loads((llama / "config.json").read_text())
+    name = data.draw(st.sampled_from(["config.json", "generation_config.json", "tokenizer_config.json", "rope"]))
+    if name == "rope":
+        kind = data.draw(st.sampled_from(["linear", "llama3", "yarn", "default"]))
+        keys = st.dictionaries(st.sampled_from(ROPE_KEYS), st.floats() | st.integers(-3, 99) | JSON, max_size=5)
+        config["rope_parameters"] = {"rope_type": kind, "factor": 2.0} | data.draw(keys)
+        name = "config.json"
+        (folder / name).write_text(json.dumps(config))
+    elif name == "config.json":
+        key = data.draw(st.sampled_from([*sorted(config), "rope_scaling", "layer_types", "sliding_window"]))
+        config["architectures"] = [data.draw(st.sampled_from(["LlamaForCausalLM", "MistralForCausalLM"]))]
+        (folder / name).write_text(json.dumps(config | {key: data.draw(JSON)}))
+    else:
+        keys = ["eos_token_id", "bos_token", "eos_token", "added_tokens_decoder", "chat_template", "add_bos_token"]
+        values = data.draw(st.dictionaries(st.sampled_from(keys), JSON | st.dictionaries(st.just("11"), JSON), max_size=3))
+        (folder / name).write_text(json.dumps(values))
+    with contextlib.suppress(CalmnbError):
+        open_calm(convert(folder, tmp_path / "fuzz.calm", dtype="fp8")).close()
+    for changed in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        if (llama / changed).exists():
+            shutil.copy(llama / changed, folder / changed)
+        else:
+            (folder / changed).unlink(missing_ok=True)
+
+
 # --- tokenizers and templates ----------------------------------------------------------------------------------------
 
 
@@ -764,6 +815,16 @@ def test_template_files_override_the_configuration(folder: Path, out: Path) -> N
     (folder / "additional_chat_templates" / "rag.jinja").write_text("R")
     with open_calm(convert(folder, out)) as file:
         assert (file.extras["chat_template"], file.settings["chat_templates"]) == (b"new", {"rag": "R"})
+
+
+def test_text_that_is_not_unicode_is_kept_or_refused(folder: Path, out: Path) -> None:
+    edit_json(folder / "config.json", _name_or_path="\ud800")
+    edit_json(folder / "tokenizer_config.json", bos_token="\ud800")
+    with open_calm(convert(folder, out)) as file:
+        assert file.settings["special_tokens"] == {"bos_token": "\ud800"}
+    edit_json(folder / "tokenizer_config.json", chat_template="\ud800")
+    with pytest.raises(FormatError):
+        convert(folder, out)
 
 
 def test_special_tokens_and_bos_rules_are_kept(folder: Path, out: Path) -> None:
