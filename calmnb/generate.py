@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +151,7 @@ class Generation(Iterator[Token]):
         self._ended = False
         self._owns = False
         self._previous_recorder: Recorder | None = None
+        self._device: Any = None  # the engine's own decoding loop, where it has one
         self._cancelled = threading.Event()
         # Held during one step. Re-entrant: a signal handler of the same thread may call close().
         self._stepping = threading.RLock()
@@ -238,6 +239,8 @@ class Generation(Iterator[Token]):
         if self._cancelled.is_set():
             self._end("cancelled")
             return None
+        if self._max_tokens > len(self.token_ids) > 0 and hasattr(self._model.engine, "decode_many"):
+            return self._advance_on_device()
         began = time.perf_counter()
         if self._started:
             logits: NDArray[np.float32] | None = self._model.prefix.step(self.token_ids[-1])
@@ -253,10 +256,40 @@ class Generation(Iterator[Token]):
         if self._max_tokens == 0:
             self._end("length")
             return None
-        token = self._choose(logits)
+        start = time.perf_counter()
+        token = self._sampler.sample(logits, self._sequence)
+        chosen = time.perf_counter()
+        logprob = _logprob(logits[: self._model.n_ids], token)
+        accepted = self._accept(token, logprob, start, chosen)
         if len(self.token_ids) > 1:
             self.decode_s += time.perf_counter() - began
-        return token
+        return accepted
+
+    def _advance_on_device(self) -> Token | None:
+        """One turn where the engine chooses tokens itself and runs ahead of us; the settings are the sampler's."""
+        began = time.perf_counter()
+        prefix, sampler, last = self._model.prefix, self._sampler, self.token_ids[-1]
+        if self._device is None:
+            engine: Any = self._model.engine
+            self._device = engine.decode_many(
+                last,
+                len(prefix.ids),
+                self._max_tokens - len(self.token_ids),
+                sampling=sampler.sampling,
+                rng_state=sampler.rng.state,
+                history=self._sequence,
+                n_ids=self._model.n_ids,
+            )
+        device = self._device
+        decoded = prefix.feed((last,), lambda: next(device))
+        self._n_steps += 1
+        if self._cancelled.is_set():
+            self._end("cancelled")
+            return None
+        chosen = time.perf_counter()
+        accepted = self._accept(decoded.token, decoded.logprob, chosen, chosen)
+        self.decode_s += time.perf_counter() - began
+        return accepted
 
     def _begin(self) -> None:
         model = self._model
@@ -280,14 +313,11 @@ class Generation(Iterator[Token]):
             logits = prefix.prefill(batch)
         return logits
 
-    def _choose(self, logits: NDArray[np.float32]) -> Token:
-        start = time.perf_counter()
-        token = self._sampler.sample(logits, self._sequence)
-        chosen = time.perf_counter()
+    def _accept(self, token: int, logprob: float, start: float, chosen: float) -> Token:
+        """Take a chosen token into the answer; end it if that was the last."""
         pos = len(self._sequence)
         if self._recorder is not None:
             self._recorder.sampled(pos, token, start, chosen)
-        logprob = _logprob(logits[: self._model.n_ids], token)
         self._sequence.append(token)
         self.token_ids.append(token)
         ends = token in self._stop_ids
@@ -315,6 +345,9 @@ class Generation(Iterator[Token]):
         self.stop_reason = reason
         rest = self._watch.flush() if reason != "stop" else ""
         self._parts.append(rest)
+        if self._device is not None:
+            with contextlib.suppress(ValueError):  # it is running: a signal handler closes us in the middle of a step
+                self._device.close()
         if self._owns:
             self._owns = False
             self._model.engine.recorder = self._previous_recorder

@@ -7,7 +7,8 @@ Ctrl-C included, at worst forgets work that was done.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from calmnb.engine.base import Engine
 from calmnb.errors import ContextError
 
 __all__ = ["CachedPrefix"]
+
+T = TypeVar("T")
 
 
 class CachedPrefix:
@@ -94,17 +97,17 @@ class CachedPrefix:
     def prefill(self, tokens: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]:
         """Feed several tokens; returns what `Engine.prefill` returns."""
         pos = len(self.ids)
-        self._torn = pos + len(tokens) > self.engine.seq_len
-        logits = self.engine.prefill(tokens, pos, all_logits=all_logits)
-        self.ids.extend(tokens)
-        self._torn = False
-        return logits
+        return self.feed(tokens, lambda: self.engine.prefill(tokens, pos, all_logits=all_logits))
 
     def step(self, token: int) -> NDArray[np.float32]:
         """Feed one token; returns the logits of the next, valid until the next call."""
         pos = len(self.ids)
-        self._torn = pos >= self.engine.seq_len
-        logits = self.engine.step(token, pos)
-        self.ids.append(token)
+        return self.feed((token,), lambda: self.engine.step(token, pos))
+
+    def feed(self, tokens: Sequence[int], compute: Callable[[], T]) -> T:
+        """Count `tokens` as cached once ``compute()``, which feeds them, has returned; returns what it returns."""
+        self._torn = len(self.ids) + len(tokens) > self.engine.seq_len
+        result = compute()
+        self.ids.extend(tokens)
         self._torn = False
-        return logits
+        return result

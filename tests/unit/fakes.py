@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from calmnb.config import ModelConfig
 from calmnb.engine.base import EngineInfo, Recorder
 from calmnb.errors import ContextError
 from calmnb.model import Model
+from calmnb.sampler import Sampler, Sampling
 from calmnb.tokenizer import Tokenizer
 from calmnb.tokenizer_calm import CalmTokenizer
 
@@ -32,6 +33,14 @@ def ids_of(text: str) -> list[int]:
 def letters(*, bos: bool = False) -> CalmTokenizer:
     """One token a letter; no merges."""
     return CalmTokenizer(TOKENS, np.zeros(len(TOKENS), np.float32), bos_id=0 if bos else -1, eos_id=1)
+
+
+class Decoded(NamedTuple):
+    """What an engine that chooses tokens itself yields."""
+
+    token: int
+    pos: int
+    logprob: float
 
 
 class FakeEngine:
@@ -96,6 +105,40 @@ class FakeEngine:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+class ChoosingEngine(FakeEngine):
+    """A fake engine that, like the CUDA engine, chooses tokens itself and computes `ahead` steps beyond the one asked for."""
+
+    ahead = 2
+    n_open = 0
+
+    def decode_many(
+        self, token: int, pos: int, n: int, *, sampling: Sampling, rng_state: int, history: Sequence[int], n_ids: int
+    ) -> Iterator[Decoded]:
+        sampler = Sampler(sampling, n_ids=n_ids)
+        sampler.rng.state = rng_state
+        sequence = list(history)
+        assert sequence[-1] == token
+        assert self.cache == sequence[:-1]
+        if self.on_full == "stop":
+            n = min(n, self.seq_len - pos)
+        queue: list[Decoded] = []
+        end = pos
+        self.n_open += 1
+        try:
+            for i in range(n):
+                rolls = pos + i + self.ahead >= self.seq_len
+                while len(queue) < 1 or (len(queue) <= self.ahead and not rolls and pos + i + len(queue) < pos + n):
+                    at = pos + i + len(queue)
+                    logits = self._feed([sequence[at]], at)[0]
+                    sequence.append(sampler.sample(logits, sequence))
+                    queue.append(Decoded(sequence[-1], at + 1, -1.0))
+                end = pos + i + 1
+                yield queue.pop(0)
+        finally:
+            self.n_open -= 1
+            del self.cache[end:]
 
 
 def fake_model(engine: FakeEngine | None = None, *, tokenizer: Tokenizer | None = None, template: str | None = None) -> Model:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from calmnb.errors import BusyError, CalmnbError, ConfigError, ContextError
 from calmnb.generate import StopText
 from calmnb.model import load
-from tests.unit.fakes import FakeEngine, fake_model, ids_of, says
+from tests.unit.fakes import ChoosingEngine, FakeEngine, fake_model, ids_of, says
 
 # --- calm's own vectors ----------------------------------------------------------------------------------------------
 
@@ -491,6 +491,63 @@ def test_stop_ends_whoever_has_the_model() -> None:
     model.stop()
     assert not model.is_busy
     assert list(run) == []
+
+
+# --- engines that choose tokens themselves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {},
+        {"temperature": 9.0, "min_p": 0.0, "seed": 5},
+        {"temperature": 9.0, "min_p": 0.0, "seed": 5, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.5},
+        {"max_tokens": 1},
+        {"max_tokens": 0},
+        {"stop": "x"},
+        {"stop_ids": ids_of("k")},
+    ],
+)
+@pytest.mark.parametrize("on_full", ["stop", "roll"])
+def test_an_engine_that_chooses_itself_gives_the_same_answer(kw: dict[str, Any], on_full: str) -> None:
+    kw = {"max_tokens": 40, **kw}
+    runs = []
+    for kind in (FakeEngine, ChoosingEngine):
+        engine = kind(seq_len=24, on_full=on_full)
+        run = fake_model(engine).generate("abc", **kw)
+        tokens = [(t.id, t.text, t.pos) for t in run]
+        runs.append((tokens, run.text, run.stop_reason))
+        assert getattr(engine, "n_open", 0) == 0
+    assert runs[0] == runs[1]
+
+
+@given(data=st.data())
+def test_an_engine_that_ran_ahead_is_left_with_a_right_cache(data: st.DataObject) -> None:
+    on_full = data.draw(st.sampled_from(["stop", "roll"]))
+    engine = ChoosingEngine(seq_len=16, on_full=on_full)
+    model = fake_model(engine)
+    for _ in range(data.draw(st.integers(1, 4))):
+        prompt = data.draw(st.text("ab", min_size=1, max_size=14))
+        taken = data.draw(st.integers(0, 12))
+        with model.generate(prompt, max_tokens=12) as run:
+            got = [t.id for t, _ in zip(run, range(taken), strict=False)]
+        expected = [t.id for t in fake_model(FakeEngine(seq_len=16, on_full=on_full)).generate(prompt, max_tokens=12)]
+        assert got == expected[: len(got)]
+        assert engine.n_open == 0
+
+
+def test_an_interrupt_while_the_engine_chooses_leaves_the_model_usable() -> None:
+    engine = ChoosingEngine()
+    model = fake_model(engine)
+    run = model.generate("abc")
+    next(run)
+    next(run)
+    engine.on_call = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(run)
+    engine.on_call = lambda: None
+    assert (model.is_busy, engine.n_open) == (False, 0)
+    assert [t.id for t in model.generate("abcd", max_tokens=5)] == fresh(ids_of("abcd"), 5)
 
 
 # --- recording -------------------------------------------------------------------------------------------------------
