@@ -94,6 +94,12 @@ def _open_source(path: Path) -> Source:
         raise FormatError(
             f"{path} is a Git LFS pointer, not the file itself; fetch it with `git lfs pull` or download it again"
         )
+    if path.suffix == ".calm":
+        raise FormatError(
+            f"{path} is a .calm file already; to store the model as another dtype, convert its original checkpoint"
+        )
+    if path.suffix == ".safetensors":
+        raise FormatError(f"{path} is only the weights; give the folder {path.parent}, which should also hold config.json")
     raise FormatError(
         f"{path} is neither a folder nor a GGUF file (it starts with {head[:4]!r}); give the folder that holds config.json "
         "and the safetensors files, or a GGUF file"

@@ -50,11 +50,11 @@ _UNNAMED = [
 
 #: tokenizer.ggml.pre -> (pre-tokenizer steps, whether whole words skip merging, whether text is NFC-normalised)
 _PRE: dict[str, tuple[list[dict[str, Any]], bool, bool]] = {
-    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "olmo", "jais", "mpt", "trillion"), (_GPT2, False, False)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (_DIGITS, False, False)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), (_split(_LLAMA3), True, False)),
+    **dict.fromkeys(("gpt-2", "gpt2", "phi-2"), (_GPT2, False, False)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), (_DIGITS, False, False)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), (_split(_LLAMA3), True, False)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), (_split(_LLAMA3), False, False)),
-    **dict.fromkeys(("qwen2", "megrez"), (_split(_QWEN2), False, True)),
+    "qwen2": (_split(_QWEN2), False, True),
     "deepseek-r1-qwen": (_split(_QWEN2), False, False),
     "tekken": (_split(_TEKKEN), True, False),
 }
@@ -209,13 +209,9 @@ def _adds_bos(metadata: Mapping[str, Any]) -> bool:
     given = metadata.get("tokenizer.ggml.add_bos_token")
     if isinstance(given, bool):
         return given
-    # Without a statement, SentencePiece models and Llama 3 begin with BOS, as llama.cpp assumes too.
-    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in (
-        "llama3",
-        "llama-v3",
-        "llama-bpe",
-        "tekken",
-    )
+    # Without a statement, SentencePiece models, Llama 3 and Tekken begin with BOS, as llama.cpp assumes too.
+    begins = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
+    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in begins
 
 
 def bos_and_eos(metadata: Mapping[str, Any]) -> tuple[int, int]:

@@ -627,6 +627,74 @@ def test_a_plain_file_is_refused_where_it_would_lose_what_the_model_needs(
         convert(folder, out, extras=False)
 
 
+#: Values from the config.json and generation_config.json of released models: (config, generation's eos, what must come out).
+KNOWN = {
+    "Llama-3.2-1B-Instruct": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000, "head_dim": 64,
+            "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192,
+            "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 16,
+            "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "vocab_size": 128256,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        [128001, 128008, 128009],
+        {"arch": "llama", "eos_token_id": 128001, "stop_ids": (128001, 128008, 128009), "head_dim": 64, "n_kv_heads": 8},
+    ),
+    "Mistral-7B-v0.1": (
+        {
+            "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+            "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+            "sliding_window": 4096, "vocab_size": 32000,
+        },
+        2,
+        {"arch": "mistral", "sliding_window": 4096, "max_seq_len": 32768, "rope_scaling": None},
+    ),
+    "Mistral-Nemo-Instruct-2407": (
+        {
+            "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 14336, "max_position_embeddings": 1024000,
+            "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 131072,
+        },
+        2,
+        {"head_dim": 128, "q_dim": 4096, "dim": 5120, "sliding_window": 0},
+    ),
+    "Qwen2.5-7B-Instruct": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu",
+            "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 32768, "max_window_layers": 28,
+            "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False, "vocab_size": 152064,
+        },
+        [151645, 151643],
+        {"bos_token_id": -1, "stop_ids": (151645, 151643), "sliding_window": 0, "head_dim": 128},
+    ),
+    "Qwen2.5-7B-Instruct with yarn": (
+        {
+            "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 151645, "hidden_size": 3584, "intermediate_size": 18944,
+            "max_position_embeddings": 32768, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+            "rope_theta": 1000000.0, "vocab_size": 152064,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        },
+        None,
+        {"max_seq_len": 131072},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_released_configurations_are_read(name: str) -> None:
+    from calmnb.convert.hf_config import read_config
+
+    config, eos, expected = KNOWN[name]
+    found = read_config(config, {"eos_token_id": eos}, {}, Path("config.json"))
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -916,6 +984,13 @@ def test_an_unknown_dtype_is_refused(folder: Path, out: Path) -> None:
 def test_a_source_that_is_not_there_is_named(tmp_path: Path, out: Path) -> None:
     with pytest.raises(FormatError, match="nowhere does not exist"):
         convert(tmp_path / "nowhere", out)
+
+
+@pytest.mark.parametrize(("name", "said"), [("m.calm", "already"), ("model.safetensors", "give the folder")])
+def test_a_file_of_the_wrong_kind_says_what_to_give_instead(tmp_path: Path, out: Path, name: str, said: str) -> None:
+    (tmp_path / name).write_bytes(bytes(100))
+    with pytest.raises(FormatError, match=said):
+        convert(tmp_path / name, out)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04"])
