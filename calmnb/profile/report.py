@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from calmnb.engine.base import Stage
@@ -18,7 +18,7 @@ from calmnb.profile.tables import selected_steps
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
 
-__all__ = ["decode_summary", "html_report", "stage_bar", "summary_line", "text_report"]
+__all__ = ["decode_summary", "html_report", "html_table", "stage_bar", "summary_line", "text_report"]
 
 
 def decode_summary(session: Session) -> dict[str, float]:
@@ -162,11 +162,25 @@ def stage_bar(parts: Iterable[tuple[Stage, float]]) -> str:
         f'background:{STAGE_COLORS[stage]};margin-right:.3em"></span>{html.escape(STAGE_LABELS[stage])} '
         f"{100 * seconds / total:.0f}%</span>"
         for stage, seconds in rows
+        if seconds >= 0.005 * total
     )
     return (
         f'<div style="display:flex;height:1.4em;max-width:50em;overflow:hidden;border-radius:3px">{pieces}</div>'
         f'<div style="font-size:smaller;max-width:55em;margin:.3em 0">{legend}</div>'
     )
+
+
+def html_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Static HTML table of texts, escaped here: the first column to the left, the rest to the right."""
+
+    def cell(tag: str, column: int, text: str) -> str:
+        side = "right" if column else "left"
+        style = f"text-align:{side};padding:.15em .7em;font-size:13px;font-variant-numeric:tabular-nums"
+        return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
+
+    head = "".join(cell("th", i, title) for i, title in enumerate(titles))
+    body = "".join("<tr>" + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>" for row in rows)
+    return f'<table style="border-collapse:collapse"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def html_report(session: Session) -> str:
@@ -176,15 +190,11 @@ def html_report(session: Session) -> str:
     if not numbers["tokens"]:
         return f"<div><p>{headline}</p></div>"
     total = numbers["time_ms"] / 1e3
-    right = 'style="text-align:right;font-variant-numeric:tabular-nums"'
-    head = "".join(f"<th {right}>{html.escape(title.replace('us', 'µs'))}</th>" for title, *_ in _COLUMNS)
     records: list[dict[str, Any]] = session.stages().to_dict("records")  # type: ignore[assignment]
     bar = stage_bar([(record["stage"], record["share_percent"] / 100 * total) for record in records])
-    body = "".join(
-        f'<tr><td style="text-align:left">{html.escape(str(record["stage"]))}</td>'
-        + "".join(f"<td {right}>{html.escape(_cell(record, key, form))}</td>" for _, key, form in _COLUMNS)
-        + "</tr>"
-        for record in records
+    table = html_table(
+        ["stage", *(title.replace("us", "µs") for title, *_ in _COLUMNS)],
+        [[str(record["stage"]), *(_cell(record, key, form) for _, key, form in _COLUMNS)] for record in records],
     )
     peaks = "; ".join(
         f"peak {kind}: {float(entry['gb_per_s']):.4g} GB/s ({entry.get('source', 'no source given')})"
@@ -192,7 +202,6 @@ def html_report(session: Session) -> str:
     )
     notes = html.escape("; ".join(part for part in (_notes(session), peaks) if part))
     return (
-        f'<div><p style="margin:.3em 0"><b>{headline}</b></p>{bar}'
-        f'<table><thead><tr><th style="text-align:left">stage</th>{head}</tr></thead><tbody>{body}</tbody></table>'
+        f'<div><p style="margin:.3em 0"><b>{headline}</b></p>{bar}{table}'
         f'<p style="font-size:smaller;opacity:.8">{notes}</p></div>'
     )

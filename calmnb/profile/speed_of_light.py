@@ -139,17 +139,14 @@ class SpeedOfLight:
         )
 
     def _repr_html_(self) -> str:
-        from calmnb.profile.report import stage_bar
+        from calmnb.profile.report import html_table, stage_bar
 
-        bar = stage_bar([(s.stage, s.seconds) for s in self.stages])
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(s.stage)}</td><td>{s.seconds * 1e6:,.1f}</td>"
-            f"<td>{100 * s.seconds / self.latency_s:.1f}</td><td>{s.nbytes / 1e6:,.1f}</td><td>{html.escape(s.bound)}</td></tr>"
+        rows = [
+            (s.stage, f"{s.seconds * 1e6:,.1f}", f"{100 * s.seconds / self.latency_s:.1f}", f"{s.nbytes / 1e6:,.1f}", s.bound)
             for s in self.stages
-        )
-        head = "".join(f"<th>{name}</th>" for name in ("stage", "&micro;s", "%", "MB", "bound by"))
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-        return f"<div><p>{html.escape(str(self))}</p>{bar}{table}</div>"
+        ]
+        table = html_table(["stage", "µs", "%", "MB", "bound by"], rows)
+        return f"<div><p>{html.escape(str(self))}</p>{stage_bar((s.stage, s.seconds) for s in self.stages)}{table}</div>"
 
 
 def speed_of_light(
