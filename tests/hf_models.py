@@ -12,6 +12,17 @@ from numpy.typing import NDArray
 
 TOKENS = (3, 17, 5, 29, 8, 8, 0, 23, 11, 2)
 
+#: Rope scalings that change something within the few positions of a test.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
