@@ -6,14 +6,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from calmnb.errors import ConfigError
 from calmnb.profile.recorder import SessionRecorder
 from calmnb.profile.session import Session
-
-if TYPE_CHECKING:
-    from calmnb.profile.bandwidth import Bandwidth
 
 __all__ = ["RecordingOverhead", "measure_recording_overhead", "profile"]
 
@@ -53,7 +50,7 @@ def profile(
     peak
         Your own bandwidth to compare with, GB/s.
     measure_peak
-        On a CPU, measure the read bandwidth before and after (about half a second each), and keep the better.
+        Measure the read bandwidth before and after (on a CPU about half a second each), and keep the better.
     **sampling
         Options of `Model.generate`; greedy unless you say otherwise.
 
@@ -72,9 +69,8 @@ def profile(
         raise ConfigError(f"profile: warmup is {warmup}; it must be 0 or more")
     if peak is not None and not peak > 0:
         raise ConfigError(f"profile: peak is {peak} GB/s; it must be positive")
-    info = model.engine.info
-    measures = measure_peak and peak is None and info.engine != "cuda"
-    readings = [_read_peak(info.threads)] if measures else []
+    measures = measure_peak and peak is None
+    readings = [_read_peak(model.engine)] if measures else []
     options: dict[str, Any] = {"stop_ids": (), **sampling}
     if "sampling" not in options:
         options.setdefault("temperature", 0.0)
@@ -85,19 +81,29 @@ def profile(
     with model.generate(prompt, max_tokens=tokens, recorder=recorder, **options) as run:
         for _ in run:
             pass
-    if measures:
-        readings.append(_read_peak(info.threads))
-        best = max(readings, key=lambda reading: reading.gb_per_s)
-        rates = [round(reading.gb_per_s, 3) for reading in readings]
-        recorder.meta["peaks"]["measured"] = {**best.as_peak(), "readings_gb_per_s": rates}
+    readings = [*readings, _read_peak(model.engine)] if measures else []
+    known = [reading for reading in readings if reading is not None]
+    if known:
+        best = max(known, key=lambda reading: float(reading["gb_per_s"]))
+        rates = [round(float(reading["gb_per_s"]), 3) for reading in known]
+        recorder.meta["peaks"]["measured"] = {**best, "readings_gb_per_s": rates}
     return recorder.session()
 
 
-def _read_peak(threads: int) -> Bandwidth:
-    """Read bandwidth now. Taken before and after a run and the better kept: a busy neighbour can only lower it."""
-    from calmnb.profile.bandwidth import measure_bandwidth
+def _read_peak(engine: Any) -> dict[str, Any] | None:
+    """Read bandwidth of the engine's memory now, as an entry of ``meta["peaks"]``; None where there is no way to measure it.
 
-    return measure_bandwidth(threads or 1, quick=True, fresh=True)
+    Taken before and after a run and the better kept: a busy neighbour can only lower it.
+    """
+    if engine.info.engine != "cuda":
+        from calmnb.profile.bandwidth import measure_bandwidth
+
+        return measure_bandwidth(engine.info.threads or 1, quick=True, fresh=True).as_peak()
+    if getattr(engine, "gpu", None) is None:
+        return None
+    from calmnb.bench import measure_read
+
+    return {"gb_per_s": measure_read(engine.gpu), "source": "calmnb's read kernel, best of three grids"}
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,16 @@ def test_a_gpu_gets_its_datasheet_and_no_measurement_of_the_host(measured: list[
     assert str(session.peak()) == "1008 GB/s (datasheet)"
 
 
+def test_a_gpu_is_measured_with_its_own_read_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([940.0, 955.0])
+    monkeypatch.setattr("calmnb.bench.measure_read", lambda gpu: next(rates))
+    model = FakeModel("cuda")
+    model.engine.gpu = object()
+    session = profile(model, "hello", tokens=2)
+    assert str(session.peak("measured")) == "955 GB/s (measured)"
+    assert session.meta["peaks"]["measured"]["readings_gb_per_s"] == [940.0, 955.0]
+
+
 @pytest.mark.parametrize("options", [{"tokens": 1}, {"warmup": -1}, {"peak": 0.0}, {"peak": float("nan")}])
 def test_impossible_arguments_are_refused_before_anything_runs(options: dict[str, Any]) -> None:
     model = FakeModel()
