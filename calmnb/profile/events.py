@@ -183,7 +183,9 @@ def build_columns(
         cost = costs.table(r.kv_len, r.n_tokens)[rows.stage] * rows.carries[:, None]
         here = np.full(len(own), index, np.int64)
         parts.append((rows.stage, rows.layer, rows.name, r.starts - origin, r.ends - r.starts, own, cost, here))
-        if not math.isnan(r.sample_end):
+        # A device that chooses tokens inside the step has a row for it already, and the loop reports no time of its own.
+        inside = sample == 0.0 and bool((rows.stage == _STAGE_CODE["sample"]).any())
+        if not math.isnan(r.sample_end) and not inside:
             parts.append(_single("sample", names, max(r.sample_start, r.step_end) - origin, sample, index))
         gap = max(forward - float(own.sum()), 0.0)
         parts.append(_single("gap", names, r.step_start - origin, gap, index))

@@ -163,6 +163,16 @@ def test_every_column_is_documented() -> None:
     assert list(session.steps.columns) == list(STEP_COLUMNS)
 
 
+def test_a_token_chosen_inside_the_step_has_one_row() -> None:
+    kernels = (Kernel("output", -1, "mv"), Kernel("sample", -1, "argmax"))
+    recorder = SessionRecorder({})
+    recorder.add("decode", 0, 1, 1, kernels, np.array([0.0, 1.0]), np.array([1.0, 1.5]), 0.0, 1.5)
+    recorder.sampled(1, 42, 2.0, 2.0)
+    session = recorder.session()
+    assert session.events["kernel"].tolist() == ["mv", "argmax", "gap"]
+    assert session.steps["token"].tolist() == [42]
+
+
 def test_an_empty_recording_makes_an_empty_session() -> None:
     session = SessionRecorder({}).session()
     assert (len(session.events), len(session.steps)) == (0, 0)
