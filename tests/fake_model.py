@@ -129,8 +129,8 @@ class FakeGeneration:
 class FakeModel:
     """Like `calmnb.model.Model`, as far as widgets care.
 
-    `answers` are said in turn, the last one for ever; `token_s` is the pace (None: what the reported steps take), `prompt_s` the
-    time to read the prompt.
+    `answers` are said in turn, the last one for ever; `token_s` is the pace (None: what the reported steps take),
+    `prompt_s` the time to read the prompt.
     """
 
     def __init__(

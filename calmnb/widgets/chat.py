@@ -317,11 +317,12 @@ class ChatWidget(anywidget.AnyWidget):
 
     def close(self) -> None:
         """Stop, and free the widget. The model stays open."""
-        self._closed = True
-        run = self._chat.run
-        if run is not None:
-            run.stop()
-        self._post(lambda: None)
+        chat: Conversation | None = getattr(self, "_chat", None)
+        if chat is not None and not self._closed:  # None when the constructor refused its arguments
+            self._closed = True
+            if chat.run is not None:
+                chat.run.stop()
+            self._post(lambda: None)
         super().close()
 
     # ---- showing ----------------------------------------------------------------------------------------------------

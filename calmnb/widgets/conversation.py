@@ -25,7 +25,7 @@ __all__ = ["Conversation", "explain"]
 
 _log = logging.getLogger("calmnb")
 
-#: Figures other than the points are sent, and drawn, at most this often, in seconds: every redraw takes cores away from the model.
+#: Figures are sent and drawn at most this often, in seconds: every redraw takes cores away from a model on the CPU.
 PANELS_S = 0.25
 
 _ENDINGS: dict[str, State] = {"cancelled": "stopped", "length": "length", "context": "context"}

@@ -12,7 +12,7 @@ __all__ = ["DOWNLOADS", "make_download"]
 
 #: What can be asked for: file name, MIME type, and the method of `Session` that writes it.
 DOWNLOADS = {
-    "session": ("session.npz", "application/octet-stream", "save"),
+    "session": ("session.calmprof", "application/octet-stream", "save"),
     "csv": ("events.csv", "text/csv;charset=utf-8", "to_csv"),
     "trace": ("trace.json", "application/json", "to_chrome_trace"),
 }
