@@ -12,6 +12,9 @@
 // Weights come through a ring of cp.async slots private to the lane (S stages of RS rows): no barrier either, and the
 // ring is filled before the dependency wait. Rows are summed over lanes RB at a time by a transposing exchange, over
 // warps through shared memory, in a fixed order.
+// Filling the ring while the kernel before still streams only takes bandwidth from it; what is worth filling is the
+// gap at its end, when its last loads are out and the sums are not. So a block tells (`fetched`) when it has asked for
+// its last weights, and the next kernel's blocks wait for that before they fill theirs. A null pointer turns this off.
 // A lane scales its own activations by a power of two before they become half operands: any finite float is safe.
 //
 // Mixture of experts (K_MOE): 1, gate and up: the rows are those of the chosen experts, one expert after another, and h
@@ -47,8 +50,12 @@ struct MatvecArgs {
   float2* best;            // per block: largest logit, its index as int bits
   const float* router;     // [n_experts] router logits
   u64* stamp;
+  int* fetched;            // [grid] set when a block has asked for its last weights, or null
+  const int* fetched_before;  // the same of the weight kernel before, [n_before]
+  int* fetched_clear;      // the same of the one before that, [n_clear]: cleared here, when no one waits for it any more
   int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active;
   float eps, clip, q_scale, in_scale;
+  int n_before, n_clear;
   u32 zero;  // 0, which the compiler cannot know: keeps constants in registers
 };
 
@@ -90,10 +97,12 @@ static_assert(WARPS % WK == 0 && RB % RS == 0, "groups and stages must divide");
 
 
 extern __shared__ __align__(16) u8 shared[];
+// Behind the ring: sums over lanes [2][WK][TILE_ROWS], squares [WARPS], scratch [2][WARPS], experts [2][MAX_ACTIVE].
+constexpr int SUMS_BYTES = 2 * WK * TILE_ROWS * 4, MAX_ACTIVE = 64;
+DEVICE float* behind_sums() { return reinterpret_cast<float*>(shared + RING_BYTES + SUMS_BYTES); }
 #if K_MOE
-constexpr int MAX_ACTIVE = 64;
-__shared__ int expert_ids[MAX_ACTIVE];
-__shared__ float expert_weights[MAX_ACTIVE];
+#define expert_ids reinterpret_cast<int*>(behind_sums() + 3 * WARPS)
+#define expert_weights (behind_sums() + 3 * WARPS + MAX_ACTIVE)
 #endif
 
 // Highest-scoring experts by plain comparison, lower index first on ties; softmax over the chosen. One warp.
@@ -208,7 +217,7 @@ template <int NORM> DEVICE void prepare_x(LaneX& l, const MatvecArgs& a, const f
       const __half2 scale2 = as_half2(scale | scale << 16);
 #pragma unroll
       for (int i = 0; i < X_REGS; i++) l.x[i] = as_u32(__hmul2(as_half2(l.x[i]), scale2));
-      l.undo = __uint_as_float((u32)(127 - k) << 23) / a.in_scale;
+      l.undo = __uint_as_float(((u32)(254 - k) << 23) - __float_as_uint(a.in_scale));  // 2^-k / in_scale, both powers of 2
     }
   }
 #pragma unroll
@@ -229,14 +238,20 @@ template <int NORM> DEVICE float wide_x(const MatvecArgs& a, size_t i, float mea
 //   void end(float* scratch, int n)         once, by all threads; scratch is 2 * WARPS floats of shared memory
 // `n`: rows of this block. All of T threads call.
 template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& rows, int n) {
+#ifdef K_TRACE  // diagnosis: stamp points to 8 times a block
+  u64 times[7];
+#define TRACE(i) times[i] = global_timer()
+#else
+#define TRACE(i)
+#endif
+  TRACE(0);
   u64 begun = 0;
   stamp_start(a.stamp, begun);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int kw = warp % WK, group = warp / WK;
   const int n_batches = (n + BATCH - 1) / BATCH;
   float* const sums = reinterpret_cast<float*>(shared + RING_BYTES);  // [2][WK][TILE_ROWS]
-  float* const squares = sums + 2 * WK * TILE_ROWS;                   // [WARPS]
-  float* const scratch = squares + WARPS;                             // [2 * WARPS]
+  float* const squares = behind_sums(), *const scratch = squares + WARPS;
   const int passes = K_MOE == 2 ? a.n_active : 1;
 #if !K_WIDE
   const int n_chunks = a.cols / Q::PER_CHUNK;
@@ -265,18 +280,35 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
       if (chunk0 + c * WK * 32 >= n_chunks)
         for (int s = 0; s < S * RS; s++) *reinterpret_cast<uint4*>(shared + (s * NC + c) * T * 16 + threadIdx.x * 16) = {0, 0, 0, 0};
   }
+  auto tell = [&](int next_stage) {
+    if (next_stage == n_stages && threadIdx.x == 0 && a.fetched != nullptr) *(volatile int*)(a.fetched + blockIdx.x) = 1;
+  };
   auto fill = [&] {
-#pragma unroll
+    if (a.fetched_before != nullptr) {
+      const volatile int* const flag = a.fetched_before + blockIdx.x % a.n_before;
+      if (lane == 0)
+        while (*flag == 0) __nanosleep(100);
+      __syncwarp();
+    }
+#pragma unroll 1  // small code: the instruction cache holds few kernels
     for (int s = 0; s < S; s++) {
       if (s < n_stages) issue(s, ring + s * SLOT_BYTES);
       cp_async_commit();
       if (s + 1 >= PACE && s + 1 < S) cp_async_wait<PACE - 1>();
     }
+    if (n_stages <= S) tell(n_stages);
   };
   if (!K_MOE) fill();
 #endif
   rows.constants();
+  TRACE(1);
   pdl_wait();
+  TRACE(2);
+  if (a.fetched_clear != nullptr && threadIdx.x == 0)
+    for (int i = blockIdx.x; i < a.n_clear; i += gridDim.x) a.fetched_clear[i] = 0;
+#if K_WIDE
+  if (a.fetched != nullptr && threadIdx.x == 0) a.fetched[blockIdx.x] = 1;
+#endif
 #ifdef K_SMID  // diagnosis of block placement: stamp then points to one int a block
   if (threadIdx.x == 0) {
     int sm;
@@ -298,6 +330,7 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
   float2 part = {0.f, 0.f};
   if (NORM != NORM_NONE) {
     if (threadIdx.x < a.n_part) part = ld_f2(a.part + threadIdx.x);
+#pragma unroll 1
     for (int i = threadIdx.x + T; i < a.n_part; i += T) {
       const float2 p = ld_f2(a.part + i);
       part.x += p.x, part.y += p.y;
@@ -321,12 +354,17 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
   const auto k = Q::constants(a.zero);
   prepare_x<NORM>(l, a, a.x32, chunk0, n_chunks, mean);
 #endif
+#if defined(K_TRACE) && !K_WIDE
+  if (l.undo != 12345.f) TRACE(3);
+#endif
   float inverse_norm = 1.f;
   u32 slot_offset = 0;
   int stage = 0;
+#pragma unroll 1
   for (int tile = 0; tile * TILE_BATCHES < n_batches || tile == 0; tile++) {
     float* const tile_sums = sums + (tile & 1) * WK * TILE_ROWS;
     const int batches = min(TILE_BATCHES, n_batches - tile * TILE_BATCHES);
+#pragma unroll 1
     for (int pass = 0; pass < passes; pass++) {  // down of experts: all rows in one tile
 #if K_MOE == 2 && !K_WIDE
     if (pass > 0) {
@@ -339,6 +377,7 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
 #else
     constexpr float expert_weight = 1.f;
 #endif
+#pragma unroll 1
     for (int b = 0; b < batches; b++) {
       float acc[RB];
 #if K_WIDE
@@ -363,7 +402,10 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
           for (int c = 0; c < NC; c++) v += Q::dot(lds_v4(slot + (i * NC + c) * T * 16), l.x + c * Q::X_REGS, k);
           acc[s * RS + i] = v * l.undo;
         }
-        if (stage + S < n_stages) issue(stage + S, slot);
+        if (stage + S < n_stages) {
+          issue(stage + S, slot);
+          tell(stage + S + 1);
+        }
         cp_async_commit();
         stage++;
         slot_offset = slot_offset == (S - 1) * SLOT_BYTES ? 0 : slot_offset + SLOT_BYTES;
@@ -376,16 +418,18 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
       }
     }
     }
+    TRACE(4);
     if (NORM != NORM_NONE && tile == 0) {
       const float ss = warp_sum(part.y);
       if (lane == 0) squares[warp] = ss;
     }
     __syncthreads();
+    TRACE(5);
     if (NORM != NORM_NONE && tile == 0) {
       float ss = 0.f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) ss += squares[w];
-      inverse_norm = rsqrtf(ss / a.cols + a.eps);
+      inverse_norm = rsqrtf(__fdividef(ss, (float)a.cols) + a.eps);
     }
     const int r0 = tile * TILE_ROWS;
     rows.finish(r0, min(TILE_ROWS, n - r0), inverse_norm, [&](int r) {
@@ -396,8 +440,16 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
     });
   }
   rows.end(scratch, n);
+  TRACE(6);
+#ifdef K_TRACE
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 7; i++) a.stamp[blockIdx.x * 8 + i] = times[i];
+#endif
   stamp_end(a.stamp, begun);
 }
 
-// Rows of this block when `units` are spread over the grid as evenly as possible.
-DEVICE int first_unit(int units, int block) { return (int)((long long)units * block / gridDim.x); }
+// First of the rows (or pairs) of a block when `units` are spread over the grid as evenly as possible.
+DEVICE int first_unit(int units, int block) {
+  const u32 each = (u32)units / gridDim.x, more = (u32)units - each * gridDim.x;
+  return (int)(block * each + min((u32)block, more));
+}

@@ -8,7 +8,7 @@
 
 DEVICE float activation(float z) {
 #if K_ACT == 0
-  return z / (1.f + expf(-z));
+  return __fdividef(z, 1.f + __expf(-z));
 #else
   return 0.5f * z * (1.f + tanhf(0.797884560802865f * (z + 0.044715f * z * z * z)));
 #endif
@@ -30,6 +30,7 @@ struct GateUpRows {
   DEVICE void constants() {}
   DEVICE void begin() {}
   template <class Sum> DEVICE void finish(int r0, int n, float scale, Sum sum) {
+#pragma unroll 1
     for (int r = 2 * threadIdx.x; r < n; r += 2 * T) {
       const int i = first + (r0 + r) / 2;
       const float h = activation(sum(r) * scale) * (sum(r + 1) * scale);

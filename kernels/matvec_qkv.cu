@@ -6,55 +6,64 @@
 // Keys    matvec.cuh's, and K_KV_FORMAT (FP16 or FP8)
 #include "matvec.cuh"
 
+// What becomes of a pair of rows; everything but the slot is known before the wait.
+struct Target {
+  float2 bias;
+  int turn;     // its pair in the rope table, or -1
+  int role;     // 0 q, 1 k, 2 v
+  size_t at;    // of channel 0: index into q32, or into the cache without the slot
+};
+
 struct QkvRows {
   const MatvecArgs& a;
-  int first;        // first row of this block
+  int first;  // first row of this block
   size_t row_bytes;
-  float2 bias;
+  Target mine;
   float2 turn;
   int slot;
-  int turn_at;      // pair of the rope table that this thread's first unit uses, or -1
 
-  DEVICE const u8* row(int r, int pass) const { return a.w0 + (first + r) * row_bytes; }
-  DEVICE int channel(int row) const { return row < a.q_dim ? row % a.head_dim : (row - a.q_dim) % a.head_dim; }
-  DEVICE float2 bias_of(int row) const {
-    return a.bias == nullptr ? float2{0.f, 0.f} : *reinterpret_cast<const float2*>(a.bias + row);
-  }
-  DEVICE int turn_index(int row) const {
-    const int c = channel(row);
-    return row < a.q_dim + a.kv_dim && c < a.rotary_dim ? c / 2 : -1;
+  DEVICE const u8* row(int r, int) const { return a.w0 + (first + r) * row_bytes; }
+  DEVICE Target target(int row) const {
+    Target t;
+    t.bias = a.bias == nullptr ? float2{0.f, 0.f} : *reinterpret_cast<const float2*>(a.bias + row);
+    t.role = row < a.q_dim ? 0 : row < a.q_dim + a.kv_dim ? 1 : 2;
+    const int i = row - (t.role == 0 ? 0 : t.role == 1 ? a.q_dim : a.q_dim + a.kv_dim);
+    const int head = i / a.head_dim, channel = i - head * a.head_dim;
+    t.turn = t.role < 2 && channel < a.rotary_dim ? channel / 2 : -1;
+    t.at = t.role == 0 ? i : (size_t)head * a.seq_len * a.head_dim + channel;
+    return t;
   }
   DEVICE float2 turn_of(int index) const { return index >= 0 ? ld_f2(a.rope + index) : float2{1.f, 0.f}; }
-  DEVICE void constants() {
-    const int row = first + 2 * threadIdx.x;
-    bias = row < a.rows ? bias_of(row) : float2{0.f, 0.f};
-    turn_at = row < a.rows ? turn_index(row) : -1;
-  }
+  DEVICE void constants() { mine = target(min(first + 2 * (int)threadIdx.x, a.rows - 2)); }
   DEVICE void begin() {
-    turn = turn_of(turn_at);
+    turn = turn_of(mine.turn);
     slot = ld_i32(a.state + ST_SLOT);
   }
-  template <class Sum> DEVICE void finish(int r0, int n, float scale, Sum sum) {
-    for (int r = 2 * threadIdx.x; r < n; r += 2 * T) {
-      const int row = first + r0 + r;
-      const bool prefetched = r0 == 0 && r < 2 * T;
-      const float2 b = prefetched ? bias : bias_of(row), t = prefetched ? turn : turn_of(turn_index(row));
-      const float u = fminf(fmaxf(sum(r) * scale + b.x, -a.clip), a.clip);
-      const float v = fminf(fmaxf(sum(r + 1) * scale + b.y, -a.clip), a.clip);
-      const float x = u * t.x - v * t.y, y = u * t.y + v * t.x;
-      if (row < a.q_dim) {
-        *reinterpret_cast<float2*>(a.y32 + row) = {x * a.q_scale, y * a.q_scale};
-      } else {
-        const bool is_v = row >= a.q_dim + a.kv_dim;
-        const int i = row - a.q_dim - (is_v ? a.kv_dim : 0);
-        const size_t at = ((size_t)(i / a.head_dim) * a.seq_len + slot) * a.head_dim + i % a.head_dim;
-        void* const cache = is_v ? a.vcache : a.kcache;
+  DEVICE void store(float u, float v, const Target& t, float2 turn) {
+    u = fminf(fmaxf(u + t.bias.x, -a.clip), a.clip), v = fminf(fmaxf(v + t.bias.y, -a.clip), a.clip);
+    const float x = u * turn.x - v * turn.y, y = u * turn.y + v * turn.x;
+    if (t.role == 0) {
+      *reinterpret_cast<float2*>(a.y32 + t.at) = {x * a.q_scale, y * a.q_scale};
+    } else {
+      const size_t at = t.at + (size_t)slot * a.head_dim;
+      void* const cache = t.role == 2 ? a.vcache : a.kcache;
 #if K_KV_FORMAT == 0
-        *reinterpret_cast<__half2*>(static_cast<__half*>(cache) + at) = __floats2half2_rn(x, y);
+      *reinterpret_cast<__half2*>(static_cast<__half*>(cache) + at) = __floats2half2_rn(x, y);
 #else
-        *reinterpret_cast<u16*>(static_cast<u8*>(cache) + at) = (u16)(encode_e5m2(x) | encode_e5m2(y) << 8);
+      *reinterpret_cast<u16*>(static_cast<u8*>(cache) + at) = (u16)(encode_e5m2(x) | encode_e5m2(y) << 8);
 #endif
-      }
+    }
+  }
+  template <class Sum> DEVICE void finish(int r0, int n, float scale, Sum sum) {
+    int r = 2 * threadIdx.x;
+    if (r0 == 0 && r < n) {
+      store(sum(r) * scale, sum(r + 1) * scale, mine, turn);
+      r += 2 * T;
+    }
+#pragma unroll 1
+    for (; r < n; r += 2 * T) {
+      const Target t = target(first + r0 + r);
+      store(sum(r) * scale, sum(r + 1) * scale, t, turn_of(t.turn));
     }
   }
   DEVICE void end(float*, int) {}

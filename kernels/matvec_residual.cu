@@ -30,6 +30,7 @@ struct ResidualRows {
     s = ss = 0.f;
   }
   template <class Sum> DEVICE void finish(int r0, int n, float, Sum sum) {
+#pragma unroll 1
     for (int r = threadIdx.x; r < n; r += T) {
       const int row = first + r0 + r;
       const bool prefetched = r0 == 0 && r < T;

@@ -20,6 +20,7 @@ struct PlainRows {
     if (v > top || (v == top && i < at)) top = v, at = i;
   }
   template <class Sum> DEVICE void finish(int r0, int n, float scale, Sum sum) {
+#pragma unroll 1
     for (int r = threadIdx.x; r < n; r += T) {
       const float y = sum(r) * scale;
       a.y32[first + r0 + r] = y;

@@ -39,12 +39,14 @@ class MatvecArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "w0", "w1", "x16", "x32", "g", "part", "y32", "y16", "res", "g_next", "part_next", "bias", "rope",
-            "kcache", "vcache", "state", "best", "router", "stamp",
+            "kcache", "vcache", "state", "best", "router", "stamp", "fetched", "fetched_before", "fetched_clear",
         )),
         *((name, ctypes.c_int32) for name in (
             "rows", "cols", "n_part", "q_dim", "kv_dim", "head_dim", "rotary_dim", "seq_len", "n_experts", "n_active",
         )),
         *((name, ctypes.c_float) for name in ("eps", "clip", "q_scale", "in_scale")),
+        ("n_before", ctypes.c_int32),
+        ("n_clear", ctypes.c_int32),
         ("zero", ctypes.c_uint32),
     )  # fmt: skip
 
@@ -159,17 +161,17 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
                     options.append((int((1 - lanes_used) * 12), abs(groups * warps - 8), -chunks, warps, chunks, groups))
         if options:
             *_, warps, chunks, groups = min(options)
-            geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=64)
-            if kind in ("gateup", "logits") or not device.has_pdl:
+            if kind == "gateup" and device.has_pdl and warps * groups == 8:
+                groups *= 2  # the longest kernel: 16 warps keep the reads going
+            geometry = fill_geometry(rows, warps, chunks, groups, device)
+            if kind == "logits" or not device.has_pdl:
                 geometry = replace(geometry, blocks_per_sm=2)
-            if dtype == "gf4" and geometry.threads == 256:
-                geometry = replace(geometry, max_registers=96 if kind == "gateup" else 88)
             return geometry
     return None
 
 
 def fill_geometry(
-    rows: int, warps: int, chunks: int, groups: int, device: Device, *, stage_kb: int = 16, ring_kb: int = 80, batch: int = 8
+    rows: int, warps: int, chunks: int, groups: int, device: Device, *, stage_kb: int = 16, ring_kb: int = 80, batch: int = 4
 ) -> Geometry:
     """Ring and batch sizes for `groups` groups of `warps` warps with `chunks` chunks a lane."""
     threads = 32 * warps * groups
@@ -182,9 +184,9 @@ def fill_geometry(
     per_block = -(-rows // device.sm_count)
     while batch > stage_rows and groups * batch // 2 >= per_block:
         batch //= 2
-    # Two blocks and an attention block (16 K registers) must fit the register file: 20 K for the usual 256 threads, so
-    # that a wider block beside one may take 28 K.
-    registers = 80 if threads <= 256 else 28 * 1024 // threads // 8 * 8
+    # Each quarter of a multiprocessor has 512 registers for every lane. Neighbours must fit together, or a kernel's
+    # blocks wait for each other and pile up: qkv and down beside attention (128), gateup (16 warps) beside down.
+    registers = 80 if threads <= 256 else 72 if threads <= 384 else 56 if threads < 512 else 72
     return Geometry(threads, warps, chunks, batch, stage_rows, stages, max_registers=registers)
 
 
@@ -259,7 +261,7 @@ def plan_matvec(
     if stamps:
         defines["CALMNB_STAMPS"] = 1
     ring = 0 if is_wide else g.stages * g.stage_rows * g.chunks * g.threads * 16
-    smem = ring + 2 * g.warps_per_row * tile * 4 + 3 * (g.threads // 32) * 4
+    smem = ring + 2 * g.warps_per_row * tile * 4 + 3 * (g.threads // 32) * 4 + (512 if moe else 0)
     if device.has_pdl and not is_wide:
         # Exactly `resident` of these blocks must fit a multiprocessor, or the next kernel's pile up on a few of them.
         smem = max(smem, device.shared_per_sm // (g.resident + 1) + 1024)

@@ -86,6 +86,8 @@ class Chain:
         self.state = cp.asarray(np.array([1, 2, 3, 4] + [0] * 12, np.int32))
         self.stamps = cp.zeros(2, cp.uint64)
         self.smid: Any = None
+        self.flags = cp.zeros((4 * self.layers + 1, 1024), cp.int32)
+        self.use_flags = True
         module = cp.RawModule(code=STAND_INS, options=("-std=c++17",))
         self.attention = gpu.driver.CUfunction(module.get_function("attention").kernel.ptr)
         self.embed = gpu.driver.CUfunction(module.get_function("embed").kernel.ptr)
@@ -95,7 +97,7 @@ class Chain:
             check(gpu.driver.cuFuncSetAttribute(function, carveout, 100))
         most = gpu.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         check(gpu.driver.cuFuncSetAttribute(self.embed, most, gpu.max_shared))
-        self.spread = True  # the first kernel takes more than half of every multiprocessor: one block on each
+        self.spread = False  # the first kernel takes more than half of every multiprocessor: one block on each
         self.stream = cp.cuda.Stream(non_blocking=True)
 
     def plan(self, kind: str, geometry: Geometry | None) -> MatvecPlan:
@@ -108,6 +110,14 @@ class Chain:
         p = lambda a: a.data.ptr  # noqa: E731
         a = MatvecArgs(rows=rows, cols=cols, eps=1e-5, clip=np.inf, q_scale=1.0, in_scale=8.0, w0=self.weights[kind, layer])
         a.stamp = next(self.smid) if self.smid is not None else p(self.stamps)
+        if self.use_flags:
+            k = len(self.sequence)
+            a.fetched = p(self.flags[k])
+            if k >= 1:
+                a.fetched_before, a.n_before = p(self.flags[k - 1]), self.sequence[-1]
+            if k >= 2:
+                a.fetched_clear, a.n_clear = p(self.flags[k - 2]), self.sequence[-2]
+            self.sequence.append(plans[kind].grid)
         if kind in ("qkv", "gateup", "logits"):
             a.x16, a.x32, a.g = p(self.x16), p(self.x32), p(self.g)
             if kind == "gateup":
@@ -158,6 +168,7 @@ class Chain:
         gpu, stream = self.gpu, self.stream
         for plan in plans.values():
             gpu.function(plan.spec)
+        self.sequence: list[int] = []
         with stream:
             stream.begin_capture()
             smem = 115 * 1024 if self.spread else 0
@@ -212,6 +223,36 @@ def placement(chain: Chain, plans: dict[str, MatvecPlan]) -> str:
     return ", ".join(out)
 
 
+def anatomy(chain: Chain, plans: dict[str, MatvecPlan]) -> str:
+    """Where a kernel's time goes, ns after its predecessor's last block ended: medians over layers, block 0 and all."""
+    cp = chain.gpu.cupy
+    spied = {k: dataclasses.replace(p, spec=p.spec.with_defines(K_TRACE=1)) for k, p in plans.items()}
+    n = 4 * chain.layers + 1
+    table = cp.zeros((n, 1024, 8), cp.uint64)
+    chain.smid = iter([table[i].data.ptr for i in range(n)])
+    graph = chain.graph(spied)
+    chain.smid = None
+    for _ in range(3):
+        graph.launch(chain.stream)
+    chain.stream.synchronize()
+    t = cp.asnumpy(table).astype(np.int64)
+    out = []
+    for i, kind in enumerate(KINDS):
+        lines = []
+        for at in range(i, n - 1, 4) if kind != "logits" else [n - 1]:
+            if at == 0:
+                continue
+            grid, before = plans[kind].grid, plans[KINDS[(i - 1) % 4]].grid if kind != "logits" else plans["down"].grid
+            end = t[at - 1, :before, 6].max()
+            x = t[at, :grid, :7] - end
+            lines.append(np.concatenate([np.median(x, 0), x.min(0)[:1], x[:, 6:].max(0)]))
+        m = np.median(np.array(lines), 0).astype(int)
+        labels = ("start", "filled", "waited", "x", "dots", "barrier", "end")
+        times = " ".join(f"{a} {b}" for a, b in zip(labels, m, strict=False))
+        out.append(f"  {kind:7s}{times} | first {m[7]} last {m[8]}")
+    return "\n".join(out)
+
+
 def candidates(chain: Chain, kind: str, ring_kb: int) -> list[Geometry]:
     """Ways to split a row over warps."""
     rows, cols = chain.size[kind]
@@ -251,42 +292,31 @@ def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[
         return replace(new, pace=g.pace, blocks_per_sm=g.blocks_per_sm)
 
     base = chain.time_us(chain.graph(plans_of(best)))
-    chain.spread = False
-    log.append(f"default {base:.1f} unspread {chain.time_us(chain.graph(plans_of(best))):.1f}")
-    chain.spread = True
+    log.append(f"default {base:.1f}")
     if quick:
         return plans_of(best), base, log
-    # Whole-step settings first: how many kernels share a multiprocessor, how deep the rings are, how fast they fill.
+    # Whole-step settings first: how deep the rings are, how fast they fill, and whether they wait for the kernel before.
     starts = []
-    for resident, rings in ((2, (48, 64, 80, 96)), (3, (32, 48, 56)), (4, (32, 40))):
-        for ring_kb in rings:
+    for batch in (4, 8):
+        for ring_kb in (64, 80, 92):
             for pace in (1, 2, 12):
-                for split in (8, 16):
-                    choice = {}
-                    for kind in KINDS:
-                        g = best[kind]
-                        if split == 16 and g.threads <= 256:
-                            g = replace(g, threads=2 * g.threads)
-                        g = refit(kind, g, stage_kb=16 if resident == 2 else 8, ring_kb=ring_kb)
-                        registers = min(g.max_registers, 65536 * 3 // 4 // resident // g.threads // 8 * 8)
-                        g = replace(g, pace=pace, resident=resident, max_registers=registers)
-                        choice[kind] = g
-                    if all(chain.plan(k, g).smem <= 227 * 1024 // resident - 1024 for k, g in choice.items()):
-                        starts.append((f"resident {resident} ring {ring_kb} pace {pace} split {split}", choice))
+                choice = {k: replace(refit(k, g, ring_kb=ring_kb, batch=batch), pace=pace) for k, g in best.items()}
+                starts.append((f"batch {batch} ring {ring_kb} pace {pace}", choice))
     compile_all([chain.plan(k, g).spec for _, choice in starts for k, g in choice.items()], device.arch)
-    timed = sorted(((chain.time_us(chain.graph(plans_of(c)), 11), label, c) for label, c in starts), key=lambda r: r[0])
-    log += [f"  start {t:.1f} {label}" for t, label, _ in timed]
-    if timed[0][0] < base:
-        base, _, best = timed[0]
-    for _, label, choice in timed[:2] + timed[-2:]:
-        plans = plans_of(choice)
-        for chain.spread in (False, True):
-            where = placement(chain, plans)
-            log.append(f"  spread={chain.spread} {chain.time_us(chain.graph(plans)):.1f} {label}: {where}")
+    timed = []
+    for label, choice in starts:
+        for chain.use_flags in (False, True):
+            t = chain.time_us(chain.graph(plans_of(choice)), 11)
+            timed.append((t, f"{label} flags {chain.use_flags}", choice, chain.use_flags))
+    timed.sort(key=lambda r: r[0])
+    log += [f"  start {t:.1f} {label}" for t, label, *_ in timed]
+    base, label, best, chain.use_flags = timed[0]
+    log.append(f"start {base:.1f} {label}")
+    print("\n".join(log[:10]))
+
     if starts_only:
         print("\n".join(log[:14] + log[-9:]))
         return plans_of(best), base, log
-    log.append(f"start {base:.1f} {timed[0][1]}")
 
     def attempt(kind: str, options: list[Geometry], label: str) -> None:
         nonlocal base
@@ -294,13 +324,13 @@ def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[
         plans = {}
         for g in options:
             plan = chain.plan(kind, g)
-            if plan.smem <= 227 * 1024 // g.resident - 1024:
+            if plan.smem <= 101 * 1024:
                 plans[g] = plan
         compiled = compile_all([p.spec for p in plans.values()], device.arch)
         results = []
         for g, plan in plans.items():
             r = compiled[plan.spec].resources
-            t = chain.time_us(chain.graph(plans_of(best) | {kind: plan}), 11)
+            t = chain.time_us(chain.graph(plans_of(best) | {kind: plan}), 9)
             results.append((t, g, r.spill_bytes))
         for t, g, spill in sorted(results, key=lambda r: r[0])[:4]:
             log.append(
@@ -312,38 +342,26 @@ def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[
             t, g, _ = min(good, key=lambda r: r[0])
             again = chain.time_us(chain.graph(plans_of(best)), 21)
             t = chain.time_us(chain.graph(plans_of(best) | {kind: chain.plan(kind, g)}), 21)
-            if t < again * 0.998:
+            if t < again * 0.9985:
                 best[kind], base = g, t
                 log.append(f"  -> {kind} {label} {again:.1f} -> {t:.1f}")
 
     for kind in KINDS:
         rows, _ = chain.size[kind]
         g0 = best[kind]
-        ring_kb = {2: 80, 3: 48, 4: 32}[g0.resident]
 
         def like(g: Geometry, g0: Geometry = g0) -> Geometry:
-            registers = min(g.max_registers, 65536 * 3 // 4 // g0.resident // g.threads // 8 * 8)
-            return replace(g, pace=g0.pace, blocks_per_sm=g0.blocks_per_sm, resident=g0.resident, max_registers=registers)
+            return replace(g, pace=g0.pace, blocks_per_sm=g0.blocks_per_sm)
 
-        attempt(kind, [like(g) for g in candidates(chain, kind, ring_kb)], "split")
+        attempt(kind, [like(g) for g in candidates(chain, kind, 80)], "split")
         g = best[kind]
         groups = g.threads // 32 // g.warps_per_row
-        rings: list[Geometry] = []
-        for stage_kb in (8, 16, 32):
-            for ring_kb in (32, 48, 56, 64, 80, 96):
-                for batch in (4, 8):
-                    rings.append(
-                        like(fill_geometry(rows, g.warps_per_row, g.chunks, groups, device, stage_kb=stage_kb, ring_kb=ring_kb,
-                                           batch=batch))
-                    )  # fmt: skip
+        rings = [
+            like(fill_geometry(rows, g.warps_per_row, g.chunks, groups, device, stage_kb=kb, ring_kb=ring_kb, batch=batch))
+            for kb in (8, 16) for ring_kb in (80, 92) for batch in (2, 4, 8)
+        ]  # fmt: skip
         attempt(kind, rings, "ring")
-        g = best[kind]
-        attempt(kind, [replace(g, pace=p) for p in (1, 2, 3, g.stages)], "pace")
-        g = best[kind]
-        if kind in ("gateup", "logits"):
-            attempt(kind, [replace(g, blocks_per_sm=b) for b in (1, 2, 3, 4)], "blocks")
-        g = best[kind]
-        attempt(kind, [replace(g, max_registers=r) for r in (48, 56, 64, 72, 80, 88, 96) if r * g.threads <= 28672], "regs")
+        attempt(kind, [replace(best[kind], pace=p) for p in (1, 2, 3, best[kind].stages)], "pace")
     return plans_of(best), base, log
 
 
@@ -386,6 +404,8 @@ def main() -> None:
             off_graph = chain.graph(plans, pdl=False)
             off = chain.time_us(off_graph, 11)
             same = bool((with_pdl.view(cp.uint32) == chain.logits.view(cp.uint32)).all()) and bool(cp.isfinite(with_pdl).all())
+            print(placement(chain, plans))
+            print(anatomy(chain, plans))
             each = {k: chain.time_us(chain.graph(plans, only=k), 11) / (chain.layers if k != "logits" else 4) for k in KINDS}
             total = chain.total
             (out_dir / f"tune-{shape}-{dtype}.log").write_text("\n".join(log))
