@@ -12,9 +12,6 @@
 // Weights come through a ring of cp.async slots private to the lane (S stages of RS rows): no barrier either, and the
 // ring is filled before the dependency wait. Rows are summed over lanes RB at a time by a transposing exchange, over
 // warps through shared memory, in a fixed order.
-// Filling the ring while the kernel before still streams only takes bandwidth from it; what is worth filling is the
-// gap at its end, when its last loads are out and the sums are not. So a block tells (`fetched`) when it has asked for
-// its last weights, and the next kernel's blocks wait for that before they fill theirs. A null pointer turns this off.
 // A lane scales its own activations by a power of two before they become half operands: any finite float is safe.
 //
 // Mixture of experts (K_MOE): 1, gate and up: the rows are those of the chosen experts, one expert after another, and h
@@ -50,12 +47,8 @@ struct MatvecArgs {
   float2* best;            // per block: largest logit, its index as int bits
   const float* router;     // [n_experts] router logits
   u64* stamp;
-  int* fetched;            // [grid] set when a block has asked for its last weights, or null
-  const int* fetched_before;  // the same of the weight kernel before, [n_before]
-  int* fetched_clear;      // the same of the one before that, [n_clear]: cleared here, when no one waits for it any more
   int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active;
   float eps, clip, q_scale, in_scale;
-  int n_before, n_clear;
   u32 zero;  // 0, which the compiler cannot know: keeps constants in registers
 };
 
@@ -280,23 +273,13 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
       if (chunk0 + c * WK * 32 >= n_chunks)
         for (int s = 0; s < S * RS; s++) *reinterpret_cast<uint4*>(shared + (s * NC + c) * T * 16 + threadIdx.x * 16) = {0, 0, 0, 0};
   }
-  auto tell = [&](int next_stage) {
-    if (next_stage == n_stages && threadIdx.x == 0 && a.fetched != nullptr) *(volatile int*)(a.fetched + blockIdx.x) = 1;
-  };
   auto fill = [&] {
-    if (a.fetched_before != nullptr) {
-      const volatile int* const flag = a.fetched_before + blockIdx.x % a.n_before;
-      if (lane == 0)
-        while (*flag == 0) __nanosleep(100);
-      __syncwarp();
-    }
 #pragma unroll 1  // small code: the instruction cache holds few kernels
     for (int s = 0; s < S; s++) {
       if (s < n_stages) issue(s, ring + s * SLOT_BYTES);
       cp_async_commit();
       if (s + 1 >= PACE && s + 1 < S) cp_async_wait<PACE - 1>();
     }
-    if (n_stages <= S) tell(n_stages);
   };
   if (!K_MOE) fill();
 #endif
@@ -304,11 +287,6 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
   TRACE(1);
   pdl_wait();
   TRACE(2);
-  if (a.fetched_clear != nullptr && threadIdx.x == 0)
-    for (int i = blockIdx.x; i < a.n_clear; i += gridDim.x) a.fetched_clear[i] = 0;
-#if K_WIDE
-  if (a.fetched != nullptr && threadIdx.x == 0) a.fetched[blockIdx.x] = 1;
-#endif
 #ifdef K_SMID  // diagnosis of block placement: stamp then points to one int a block
   if (threadIdx.x == 0) {
     int sm;
@@ -402,10 +380,7 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
           for (int c = 0; c < NC; c++) v += Q::dot(lds_v4(slot + (i * NC + c) * T * 16), l.x + c * Q::X_REGS, k);
           acc[s * RS + i] = v * l.undo;
         }
-        if (stage + S < n_stages) {
-          issue(stage + S, slot);
-          tell(stage + S + 1);
-        }
+        if (stage + S < n_stages) issue(stage + S, slot);
         cp_async_commit();
         stage++;
         slot_offset = slot_offset == (S - 1) * SLOT_BYTES ? 0 : slot_offset + SLOT_BYTES;

@@ -39,14 +39,12 @@ class MatvecArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "w0", "w1", "x16", "x32", "g", "part", "y32", "y16", "res", "g_next", "part_next", "bias", "rope",
-            "kcache", "vcache", "state", "best", "router", "stamp", "fetched", "fetched_before", "fetched_clear",
+            "kcache", "vcache", "state", "best", "router", "stamp",
         )),
         *((name, ctypes.c_int32) for name in (
             "rows", "cols", "n_part", "q_dim", "kv_dim", "head_dim", "rotary_dim", "seq_len", "n_experts", "n_active",
         )),
         *((name, ctypes.c_float) for name in ("eps", "clip", "q_scale", "in_scale")),
-        ("n_before", ctypes.c_int32),
-        ("n_clear", ctypes.c_int32),
         ("zero", ctypes.c_uint32),
     )  # fmt: skip
 
@@ -161,12 +159,14 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
                     options.append((int((1 - lanes_used) * 12), abs(groups * warps - 8), -chunks, warps, chunks, groups))
         if options:
             *_, warps, chunks, groups = min(options)
-            if kind == "gateup" and device.has_pdl and warps * groups == 8:
-                groups *= 2  # the longest kernel: 16 warps keep the reads going
-            geometry = fill_geometry(rows, warps, chunks, groups, device)
+            if kind == "gateup" and dtype == "gf4" and device.has_pdl and warps * groups == 8:
+                groups *= 2  # the longest kernel of the format that computes most: 16 warps
+            batch = 8 if dtype == "gf4" and kind != "qkv" else 4
+            ring_kb = 92 if chunks * groups * warps >= 48 else 80  # three slots of a wide fp16 row
+            geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=ring_kb, batch=batch)
             if kind == "logits" or not device.has_pdl:
                 geometry = replace(geometry, blocks_per_sm=2)
-            return geometry
+            return geometry if dtype == "gf4" else replace(geometry, pace=2)
     return None
 
 

@@ -86,8 +86,6 @@ class Chain:
         self.state = cp.asarray(np.array([1, 2, 3, 4] + [0] * 12, np.int32))
         self.stamps = cp.zeros(2, cp.uint64)
         self.smid: Any = None
-        self.flags = cp.zeros((4 * self.layers + 1, 1024), cp.int32)
-        self.use_flags = True
         module = cp.RawModule(code=STAND_INS, options=("-std=c++17",))
         self.attention = gpu.driver.CUfunction(module.get_function("attention").kernel.ptr)
         self.embed = gpu.driver.CUfunction(module.get_function("embed").kernel.ptr)
@@ -110,14 +108,6 @@ class Chain:
         p = lambda a: a.data.ptr  # noqa: E731
         a = MatvecArgs(rows=rows, cols=cols, eps=1e-5, clip=np.inf, q_scale=1.0, in_scale=8.0, w0=self.weights[kind, layer])
         a.stamp = next(self.smid) if self.smid is not None else p(self.stamps)
-        if self.use_flags:
-            k = len(self.sequence)
-            a.fetched = p(self.flags[k])
-            if k >= 1:
-                a.fetched_before, a.n_before = p(self.flags[k - 1]), self.sequence[-1]
-            if k >= 2:
-                a.fetched_clear, a.n_clear = p(self.flags[k - 2]), self.sequence[-2]
-            self.sequence.append(plans[kind].grid)
         if kind in ("qkv", "gateup", "logits"):
             a.x16, a.x32, a.g = p(self.x16), p(self.x32), p(self.g)
             if kind == "gateup":
@@ -168,7 +158,6 @@ class Chain:
         gpu, stream = self.gpu, self.stream
         for plan in plans.values():
             gpu.function(plan.spec)
-        self.sequence: list[int] = []
         with stream:
             stream.begin_capture()
             smem = 115 * 1024 if self.spread else 0
@@ -295,7 +284,7 @@ def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[
     log.append(f"default {base:.1f}")
     if quick:
         return plans_of(best), base, log
-    # Whole-step settings first: how deep the rings are, how fast they fill, and whether they wait for the kernel before.
+    # Whole-step settings first: how deep the rings are, how fast they fill.
     starts = []
     for batch in (4, 8):
         for ring_kb in (64, 80, 92):
@@ -305,12 +294,10 @@ def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[
     compile_all([chain.plan(k, g).spec for _, choice in starts for k, g in choice.items()], device.arch)
     timed = []
     for label, choice in starts:
-        for chain.use_flags in (False, True):
-            t = chain.time_us(chain.graph(plans_of(choice)), 11)
-            timed.append((t, f"{label} flags {chain.use_flags}", choice, chain.use_flags))
+        timed.append((chain.time_us(chain.graph(plans_of(choice)), 11), label, choice))
     timed.sort(key=lambda r: r[0])
-    log += [f"  start {t:.1f} {label}" for t, label, *_ in timed]
-    base, label, best, chain.use_flags = timed[0]
+    log += [f"  start {t:.1f} {label}" for t, label, _ in timed]
+    base, label, best = timed[0]
     log.append(f"start {base:.1f} {label}")
     print("\n".join(log[:10]))
 
