@@ -1,56 +1,57 @@
-// Attention of one new token over the KV cache, split over the context (flash decoding).
+// Attention of one new token over the KV cache, split over the context (flash decoding), on tensor cores.
 //
 //   out[h] = sum_t softmax_t(q[h] . k[t]) v[t],   t over the visible positions; q comes times log2(e) / sqrt(head_dim)
 //
 // Layout     K and V of one layer: [n_kv_heads][seq_len][HEAD_DIM], fp16 or E5M2 bytes. q: float [n_heads][HEAD_DIM];
 //            out: half, the same shape.
-// Launch     grid (splits, n_kv_heads * head groups), THREADS threads. The grid is fixed; the visible length is read
+// Launch     grid (splits, n_kv_heads * head groups), 32 WARPS threads. The grid is fixed; the visible length is read
 //            from device memory and blocks beyond it leave at once, so that one graph serves every position.
-// Sharing    HEADS query heads of one kv head are computed from one read of its K and V.
+// Sharing    up to 8 query heads of one kv head are computed from one read of its K and V.
 // Bytes      2 * visible * n_kv_heads * HEAD_DIM * itemsize: K and V are read once.
-// Shared     THREADS * 2 * STAGES * UNROLL * LANE_BYTES: a ring of cp.async copies that is private to each lane (a lane
-//            reads back only what it copied), so the main loop has no block barrier. The same bytes then hold the
-//            warps' partial results.
-// Order      everything is added in a fixed order: lane groups, warps, splits. The last block of a head group to finish
-//            (an integer counter) adds the splits' partial results in split order, so two runs give the same bits.
+// Why mma    not for its arithmetic: for its size. A warp takes 16 positions with about 100 instructions. A version with
+//            one lane a channel needed 2,000 unrolled ones, and fetching them cold cost 5-12 us a layer on an H200.
+// Precision  the 16 rows of a fragment are 8 heads twice: the half-precision value and what it leaves out. Scores
+//            and weights are therefore good to 2^-22, although both are operands in half.
+// Shared     a ring of STAGES tiles (16 keys, 16 values) that is private to a warp: the main loop has no block barrier.
+// Order      everything is added in a fixed order: tiles, warps, splits. The last block of a head group to finish (an
+//            integer counter) adds the splits' partial results in split order, so two runs give the same bits.
 // PDL        K and V of earlier positions were written by earlier steps, so their copies start before the dependency
 //            wait. Only the row written by this step (and the two sinks once the cache rolls) is copied after it.
 
 #include "common.cuh"
+#include "mma.cuh"
 #include "state.cuh"
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
 #endif
-#ifndef HEADS  // query heads that share a block
+#ifndef HEADS  // query heads that share a block, at most 8
 #define HEADS 4
 #endif
 #ifndef KV_FP8
 #define KV_FP8 0
 #endif
-#ifndef LANE_BYTES  // bytes of a row that one lane holds: 16; less for fp8 with many heads (registers) and for odd rows
-#define LANE_BYTES 16
+#ifndef PIECE  // bytes of one copy: 16, or 8 or 4 where rows are not multiples of 16
+#define PIECE 16
 #endif
-#ifndef UNROLL
-#define UNROLL 3
+#ifndef WARPS
+#define WARPS 4
 #endif
 #ifndef STAGES
 #define STAGES 2
 #endif
-#ifndef THREADS
-#define THREADS 128
-#endif
 
+constexpr int kThreads = 32 * WARPS;
 constexpr int kItem = KV_FP8 ? 1 : 2;
+constexpr int kDim = (HEAD_DIM + 15) / 16 * 16;  // padded with zeros to whole fragments
+constexpr int kSteps = kDim / 16;
 constexpr int kRowBytes = HEAD_DIM * kItem;
-constexpr int kVec = LANE_BYTES / kItem;            // channels a lane holds
-constexpr int kUsedLanes = kRowBytes / LANE_BYTES;  // lanes that hold a row
-constexpr int kLanes = kUsedLanes <= 1 ? 1 : kUsedLanes <= 2 ? 2 : kUsedLanes <= 4 ? 4 : kUsedLanes <= 8 ? 8 : kUsedLanes <= 16 ? 16 : 32;
-constexpr int kGroups = 32 / kLanes;                // positions a warp copies with one instruction
-constexpr int kWarps = THREADS / 32;
-constexpr int kRows = kWarps * kGroups;             // positions a block copies with one instruction
-constexpr int kTile = kRows * UNROLL;               // positions of one stage of the ring
-static_assert(kUsedLanes <= 32 && kRowBytes % LANE_BYTES == 0, "LANE_BYTES does not suit HEAD_DIM");
+constexpr int kPitch = (kDim * kItem / 16 | 1) == kDim * kItem / 16 ? kDim * kItem : kDim * kItem + 16;  // odd in 16 bytes: no bank twice
+constexpr int kRowPieces = kRowBytes / PIECE;
+constexpr int kTokens = 16;
+constexpr int kTileBytes = kTokens * kPitch;
+constexpr int kWarpBytes = STAGES * 2 * kTileBytes;
+static_assert(HEADS <= 8 && kRowBytes % PIECE == 0 && HEAD_DIM % 2 == 0, "heads or rows");
 
 struct AttentionArgs {
   const float* q;      // [n_heads][HEAD_DIM]
@@ -66,52 +67,29 @@ struct AttentionArgs {
   int heads_per_kv;    // n_heads / n_kv_heads
   int groups_per_kv;   // ceil(heads_per_kv / HEADS)
   int window;          // sliding window in positions, 0 = none
-  int min_chunk;       // fewest positions worth a block of their own
+  int single;          // up to so many positions one block is faster than several and adding their results
+  int min_chunk;       // beyond, fewest positions of a block
 };
 
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// LANE_BYTES from global to shared memory; zeros when not `valid`.
+// PIECE bytes from global to shared memory; zeros when not `valid`.
 DEVICE void copy_async(u32 dst, const void* src, bool valid) {
-#if LANE_BYTES == 16
-  cp_async16(dst, src, valid);
+  const int bytes = valid ? PIECE : 0;
+#if PIECE == 16
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 #else
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(dst), "l"(src), "r"(valid ? LANE_BYTES : 0), "n"(LANE_BYTES) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(dst), "l"(src), "r"(bytes), "n"(PIECE) : "memory");
 #endif
 }
 
-// kVec channels from shared memory, as float.
-DEVICE void load_lane(const u8* p, float (&x)[kVec]) {
-  u32 words[LANE_BYTES / 4];
-#if LANE_BYTES == 16
-  const uint4 w = *reinterpret_cast<const uint4*>(p);
-  words[0] = w.x; words[1] = w.y; words[2] = w.z; words[3] = w.w;
-#elif LANE_BYTES == 8
-  const uint2 w = *reinterpret_cast<const uint2*>(p);
-  words[0] = w.x; words[1] = w.y;
-#else
-  words[0] = *reinterpret_cast<const u32*>(p);
-#endif
-#pragma unroll
-  for (int i = 0; i < LANE_BYTES / 4; ++i) {
-#if KV_FP8
-    // An E5M2 byte is the upper half of an fp16: put a zero below it.
-    const u32 lo = __byte_perm(words[i], 0, 0x1404), hi = __byte_perm(words[i], 0, 0x3424);
-    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&lo));
-    const float2 b = __half22float2(*reinterpret_cast<const __half2*>(&hi));
-    x[4 * i] = a.x; x[4 * i + 1] = a.y; x[4 * i + 2] = b.x; x[4 * i + 3] = b.y;
-#else
-    const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&words[i]));
-    x[2 * i] = a.x; x[2 * i + 1] = a.y;
-#endif
-  }
+// Two channels of q as half, and what half leaves out.
+DEVICE void split_pair(float x, float y, u32& high, u32& low) {
+  const __half2 h = __floats2half2_rn(x, y);
+  const float2 back = __half22float2(h);
+  high = *reinterpret_cast<const u32*>(&h);
+  low = pack_half2(x - back.x, y - back.y);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ AttentionArgs a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(16) u8 ring[];
   pdl_trigger();
   u64 begun = 0;
@@ -122,204 +100,224 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
   const int first = a.window > 0 && len > a.window ? len - a.window : 0;
   const int visible = len - first;
   int chunk = (visible + gridDim.x - 1) / gridDim.x;
-  chunk = max((chunk + kRows - 1) / kRows * kRows, a.min_chunk);
+  chunk = visible <= a.single ? visible : max((chunk + kTokens - 1) / kTokens * kTokens, a.min_chunk);
   const int active = (visible + chunk - 1) / chunk;
   const int split = blockIdx.x;
   if (split >= active) return;
   const int begin = first + split * chunk, end = min(begin + chunk, len);
 
-  const int tid = threadIdx.x, lane = tid % kLanes, warp = tid / 32;
-  const int row = warp * kGroups + (tid % 32) / kLanes;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, quad = lane % 4;
   const int kv_head = blockIdx.y / a.groups_per_kv, group = blockIdx.y % a.groups_per_kv;
   const int head0 = kv_head * a.heads_per_kv + group * HEADS;
   const int heads = min(HEADS, a.heads_per_kv - group * HEADS);
-  const bool lane_used = lane < kUsedLanes;
-  const long long head_offset = static_cast<long long>(kv_head) * a.seq_len * kRowBytes + (lane_used ? lane * LANE_BYTES : 0);
+  const long long head_offset = static_cast<long long>(kv_head) * a.seq_len * kRowBytes;
   const u8* k = a.k + head_offset;
   const u8* v = a.v + head_offset;
-  const u32 ring_addr = smem_addr(ring) + tid * LANE_BYTES;
-  auto slot_of = [&](int stage, int which, int u) { return ((stage * 2 + which) * UNROLL + u) * (THREADS * LANE_BYTES); };
-  auto is_fresh = [&](int t) { return t == fresh || t < sinks; };
+  u8* my_ring = ring + warp * kWarpBytes;
+  const u32 ring_addr = smem_addr(my_ring);
+  const int tiles = (end - begin + kTokens - 1) / kTokens;
+  const int mine = tiles > warp ? (tiles - warp + WARPS - 1) / WARPS : 0;  // tiles warp, warp + WARPS, ...
 
-  const int tiles = (end - begin + kTile - 1) / kTile;
-  auto copy_tile = [&](int tile, int which, bool before_wait) {
-    const u8* base = which ? v : k;
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const int t = begin + tile * kTile + u * kRows + row;
-      const bool valid = t < end && lane_used && !(before_wait && is_fresh(t));
-      copy_async(ring_addr + slot_of(tile % STAGES, which, u), base + static_cast<long long>(valid ? t : begin) * kRowBytes, valid);
-    }
-  };
-#pragma unroll
-  for (int s = 0; s < STAGES; ++s) {
-    if (s < tiles) copy_tile(s, 0, true);
-    cp_async_commit();
-    if (s < tiles) copy_tile(s, 1, true);
-    cp_async_commit();
+  if constexpr (HEAD_DIM % 16 != 0) {  // the padding is never copied, and must be zero
+    for (int i = lane; i < kWarpBytes / 4; i += 32) reinterpret_cast<u32*>(my_ring)[i] = 0;
+    __syncwarp();
   }
+  // Keys and values of this warp's tile i, rows below `limit`; the rest of the tile becomes zero (and is not read).
+  auto copy_tile = [&](int i, int limit) {
+    if (i < mine) {
+      const int t0 = begin + (warp + i * WARPS) * kTokens;
+      const u32 to = ring_addr + i % STAGES * (2 * kTileBytes);
+      if constexpr (32 % kRowPieces == 0) {
+        constexpr int kRows = 32 / kRowPieces;  // a warp's copies of one instruction
+        const int t = t0 + lane / kRowPieces, c = lane % kRowPieces * PIECE;
+        const u32 at = to + lane / kRowPieces * kPitch + c;
+        const long long from = static_cast<long long>(t) * kRowBytes + c;
+        const u8 *from_k = k + from, *from_v = v + from;
+#pragma unroll
+        for (int r = 0; r < kTokens; r += kRows) {
+          const bool valid = t + r < limit;
+          copy_async(at + r * kPitch, from_k + r * kRowBytes, valid);
+          copy_async(at + kTileBytes + r * kPitch, from_v + r * kRowBytes, valid);
+        }
+      } else {
+#pragma unroll 1
+        for (int p = lane; p < kTokens * kRowPieces; p += 32) {
+          const int r = p / kRowPieces, c = p % kRowPieces * PIECE;
+          const long long from = static_cast<long long>(t0 + r) * kRowBytes + c;
+          copy_async(to + r * kPitch + c, k + from, t0 + r < limit);
+          copy_async(to + kTileBytes + r * kPitch + c, v + from, t0 + r < limit);
+        }
+      }
+    }
+    cp_async_commit();
+  };
+  // Before the wait: everything but the newest row. Once the cache rolls, that row and the sinks lie anywhere: then
+  // nothing is copied early.
+#pragma unroll 1
+  for (int i = 0; i < STAGES; ++i) copy_tile(i, sinks ? 0 : min(end, fresh));
 
   pdl_wait();
 
-  // What this step wrote, where it lies in a tile that was copied already.
-  if ((fresh >= begin && fresh < min(end, begin + STAGES * kTile)) || begin < sinks) {
-    bool late = false;
+  {
+    if (sinks) {
+      cp_async_wait<0>();  // the zero fills must have landed first
+      __syncwarp();
+#pragma unroll 1
+      for (int i = 0; i < STAGES; ++i) copy_tile(i, end);
+    } else {
+      const int behind = fresh - begin, tile = behind / kTokens, i = tile / WARPS;
+      if (behind >= 0 && fresh < end && tile % WARPS == warp && i < STAGES) {
+        cp_async_wait<0>();
+        __syncwarp();
+        const u32 to = ring_addr + i * (2 * kTileBytes) + behind % kTokens * kPitch;
+#pragma unroll 1
+        for (int p = lane; p < 2 * kRowPieces; p += 32) {
+          const int c = p % kRowPieces * PIECE;
+          copy_async(to + (p < kRowPieces ? 0 : kTileBytes) + c, (p < kRowPieces ? k : v) + static_cast<long long>(fresh) * kRowBytes + c, true);
+        }
+        cp_async_commit();
+        cp_async_wait<0>();
+      }
+    }
+  }
+  // q as fragments: row h is head h in half, row h + 8 what half leaves out. E5M2 tiles come in another order of channels
+  // (four neighbours a lane), which q follows.
+  __shared__ __align__(16) __half staged[16][kDim + 8];
+  for (int i = tid; i < 8 * (kDim / 2); i += kThreads) {
+    const int h = i / (kDim / 2), c = i % (kDim / 2) * 2;
+    const float2 x = h < heads && c < HEAD_DIM ? ld_f2(a.q + (head0 + h) * HEAD_DIM + c) : make_float2(0.0f, 0.0f);
+    const int at = KV_FP8 ? c / 16 * 16 + c % 16 / 4 * 2 + c % 4 / 2 * 8 : c;
+    u32 high, low;
+    split_pair(x.x, x.y, high, low);
+    *reinterpret_cast<u32*>(&staged[h][at]) = high;
+    *reinterpret_cast<u32*>(&staged[h + 8][at]) = low;
+  }
+  __syncthreads();
+  u32 q[kSteps][4];
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) {
+  for (int d = 0; d < kSteps; ++d) ldmatrix4(q[d], smem_addr(&staged[lane % 16][d * 16 + lane / 16 * 8]));
+
+  float acc[2 * kSteps][4], m = -1e30f, l = 0.0f;  // finite, so that a warp without positions makes no NaN
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
-        const int t = begin + s * kTile + u * kRows + row;
-        if (t < end && is_fresh(t) && lane_used) {
-          if (!late) cp_async_wait<0>();  // the zero fill of this place must have landed first
-          late = true;
-          copy_async(ring_addr + slot_of(s, 0, u), k + static_cast<long long>(t) * kRowBytes, true);
-          copy_async(ring_addr + slot_of(s, 1, u), v + static_cast<long long>(t) * kRowBytes, true);
+  for (int d = 0; d < 2 * kSteps; ++d) acc[d][0] = acc[d][1] = acc[d][2] = acc[d][3] = 0.0f;
+
+#pragma unroll 1
+  for (int i = 0; i < mine; ++i) {
+    cp_async_wait<STAGES - 1>();
+    __syncwarp();
+    const u32 tile = ring_addr + i % STAGES * (2 * kTileBytes);
+    const u32 key = tile + (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16;
+    const u32 value = tile + kTileBytes + lane % 16 * kPitch + lane / 16 * 16;
+    float s[2][4] = {};
+#pragma unroll
+    for (int d = 0; d < kSteps; d += KV_FP8 ? 2 : 1) {
+      u32 b[4];
+      ldmatrix4(b, key + d * 16 * kItem);
+#if KV_FP8
+      mma(s[0], q[d], __byte_perm(b[0], 0, 0x1404), __byte_perm(b[0], 0, 0x3424));
+      mma(s[1], q[d], __byte_perm(b[2], 0, 0x1404), __byte_perm(b[2], 0, 0x3424));
+      if (d + 1 < kSteps) {
+        mma(s[0], q[d + 1], __byte_perm(b[1], 0, 0x1404), __byte_perm(b[1], 0, 0x3424));
+        mma(s[1], q[d + 1], __byte_perm(b[3], 0, 0x1404), __byte_perm(b[3], 0, 0x3424));
+      }
+#else
+      mma(s[0], q[d], b[0], b[1]);
+      mma(s[1], q[d], b[2], b[3]);
+#endif
+    }
+    // This lane's head is lane / 4; its positions are 2 quad, + 1, + 8, + 9 of the tile.
+    const int t = begin + (warp + i * WARPS) * kTokens + 2 * quad;
+    float p[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) p[j] = t + j / 2 * 8 + j % 2 < end ? s[j / 2][j % 2] + s[j / 2][j % 2 + 2] : -kInfinity;
+    float top = fmaxf(fmaxf(fmaxf(p[0], p[1]), fmaxf(p[2], p[3])), m);
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+    const float shrink = exp2_fast(m - top);
+    m = top;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) p[j] = exp2_fast(p[j] - top);
+    l = l * shrink + ((p[0] + p[1]) + (p[2] + p[3]));
+    if (__any_sync(0xffffffffu, shrink != 1.0f)) {
+#pragma unroll
+      for (int d = 0; d < 2 * kSteps; ++d) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[d][j] *= shrink;
+      }
+    }
+    u32 w[4];
+    split_pair(p[0], p[1], w[0], w[1]);
+    split_pair(p[2], p[3], w[2], w[3]);
+#pragma unroll
+    for (int d = 0; d < kSteps; d += KV_FP8 ? 2 : 1) {
+      u32 b[4];
+      ldmatrix4_trans(b, value + d * 16 * kItem);
+#if KV_FP8
+      // A 16-bit column is two channels: the even ones make one fragment, the odd ones another.
+      mma(acc[2 * d], w, __byte_perm(b[0], 0, 0x2404), __byte_perm(b[1], 0, 0x2404));
+      mma(acc[2 * d + 1], w, __byte_perm(b[0], 0, 0x3414), __byte_perm(b[1], 0, 0x3414));
+      if (d + 1 < kSteps) {
+        mma(acc[2 * d + 2], w, __byte_perm(b[2], 0, 0x2404), __byte_perm(b[3], 0, 0x2404));
+        mma(acc[2 * d + 3], w, __byte_perm(b[2], 0, 0x3414), __byte_perm(b[3], 0, 0x3414));
+      }
+#else
+      mma(acc[2 * d], w, b[0], b[1]);
+      mma(acc[2 * d + 1], w, b[2], b[3]);
+#endif
+    }
+    __syncwarp();
+    copy_tile(i + STAGES, false);
+  }
+  cp_async_wait<0>();
+  __syncwarp();
+
+  // This warp's result into its own part of the ring, then all warps' together.
+  __shared__ float warp_m[8][WARPS], warp_l[8][WARPS];
+  __shared__ u32 arrived;
+  l += __shfl_xor_sync(0xffffffffu, l, 1);
+  l += __shfl_xor_sync(0xffffffffu, l, 2);
+  if (quad == 0) {
+    warp_m[lane / 4][warp] = m;
+    warp_l[lane / 4][warp] = l;
+  }
+  if (mine > 0 && lane / 4 < heads) {
+    float* mine_out = reinterpret_cast<float*>(my_ring) + lane / 4 * kDim;
+#pragma unroll
+    for (int d = 0; d < kSteps; ++d) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float x = acc[2 * d + j][0] + acc[2 * d + j][2], y = acc[2 * d + j][1] + acc[2 * d + j][3];
+        if (KV_FP8) {
+          mine_out[d * 16 + quad * 4 + j] = x;
+          mine_out[d * 16 + quad * 4 + 2 + j] = y;
+        } else {
+          *reinterpret_cast<float2*>(mine_out + d * 16 + j * 8 + quad * 2) = make_float2(x, y);
         }
       }
     }
   }
-  float q[HEADS][kVec];
-#pragma unroll
-  for (int h = 0; h < HEADS; ++h) {
-    const bool used = h < heads && lane_used;
-    const float* from = a.q + (head0 + (used ? h : 0)) * HEAD_DIM + (lane_used ? lane * kVec : 0);
-    if constexpr (kVec % 4 == 0 && HEAD_DIM % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < kVec; i += 4) {
-        const float4 w = ld_f4(from + i);
-        q[h][i] = used ? w.x : 0.0f; q[h][i + 1] = used ? w.y : 0.0f; q[h][i + 2] = used ? w.z : 0.0f; q[h][i + 3] = used ? w.w : 0.0f;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) q[h][i] = used ? ld_f32(from + i) : 0.0f;
-    }
-  }
-  if ((fresh >= begin && fresh < min(end, begin + STAGES * kTile)) || begin < sinks) {
-    cp_async_commit();
-    cp_async_wait<0>();
-  }
-
-  float acc[HEADS][kVec], m[HEADS], l[HEADS];
-#pragma unroll
-  for (int h = 0; h < HEADS; ++h) {
-    m[h] = -1e30f;  // finite, so that a lane group without positions makes no NaN
-    l[h] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) acc[h][i] = 0.0f;
-  }
-
-  for (int tile = 0; tile < tiles; ++tile) {
-    float s[UNROLL][HEADS];
-    cp_async_wait<2 * STAGES - 1>();
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      float x[kVec];
-      load_lane(ring + tid * LANE_BYTES + slot_of(tile % STAGES, 0, u), x);
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) sum = fmaf(q[h][i], x[i], sum);
-        s[u][h] = sum;
-      }
-    }
-    if (tile + STAGES < tiles) copy_tile(tile + STAGES, 0, false);
-    cp_async_commit();
-#pragma unroll
-    for (int d = kLanes / 2; d > 0; d /= 2) {
-#pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h) s[u][h] += __shfl_xor_sync(0xffffffffu, s[u][h], d);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const bool valid = begin + tile * kTile + u * kRows + row < end;
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) s[u][h] = valid ? s[u][h] : -kInfinity;
-    }
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-      float top = m[h];
-#pragma unroll
-      for (int u = 0; u < UNROLL; ++u) top = fmaxf(top, s[u][h]);
-      const float shrink = exp2_fast(m[h] - top);
-      m[h] = top;
-      l[h] *= shrink;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) acc[h][i] *= shrink;
-#pragma unroll
-      for (int u = 0; u < UNROLL; ++u) {
-        s[u][h] = exp2_fast(s[u][h] - top);
-        l[h] += s[u][h];
-      }
-    }
-    cp_async_wait<2 * STAGES - 1>();
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      float x[kVec];
-      load_lane(ring + tid * LANE_BYTES + slot_of(tile % STAGES, 1, u), x);
-#pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) acc[h][i] = fmaf(s[u][h], x[i], acc[h][i]);
-      }
-    }
-    if (tile + STAGES < tiles) copy_tile(tile + STAGES, 1, false);
-    cp_async_commit();
-  }
-  cp_async_wait<0>();
-
-  // Lane groups of a warp, by butterflies.
-#pragma unroll
-  for (int d = kLanes; d < 32; d *= 2) {
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-      const float other = __shfl_xor_sync(0xffffffffu, m[h], d), top = fmaxf(m[h], other);
-      const float mine = exp2_fast(m[h] - top), theirs = exp2_fast(other - top);
-      m[h] = top;
-      l[h] = l[h] * mine + __shfl_xor_sync(0xffffffffu, l[h], d) * theirs;
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) acc[h][i] = acc[h][i] * mine + __shfl_xor_sync(0xffffffffu, acc[h][i], d) * theirs;
-    }
-  }
-  // Warps, through shared memory.
-  __shared__ float warp_m[HEADS][kWarps], warp_l[HEADS][kWarps];
-  __shared__ u32 arrived;
-  float* warp_acc = reinterpret_cast<float*>(ring);  // [kWarps][HEADS][HEAD_DIM]
-  __syncthreads();                                   // every lane has read its ring
-  if (tid % 32 < kUsedLanes) {
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) warp_acc[(warp * HEADS + h) * HEAD_DIM + lane * kVec + i] = acc[h][i];
-    }
-  }
-  if (tid % 32 == 0) {
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) {
-      warp_m[h][warp] = m[h];
-      warp_l[h][warp] = l[h];
-    }
-  }
   __syncthreads();
   const int splits = gridDim.x;
-  for (int i = tid; i < heads * HEAD_DIM; i += THREADS) {
-    const int h = i / HEAD_DIM, c = i % HEAD_DIM;
-    float top = warp_m[h][0], total = 0.0f, sum = 0.0f;
+#pragma unroll 1
+  for (int i = tid; i < heads * (HEAD_DIM / 2); i += kThreads) {
+    const int h = i / (HEAD_DIM / 2), c = i % (HEAD_DIM / 2) * 2;
+    float top = warp_m[h][0], total = 0.0f;
+    float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) top = fmaxf(top, warp_m[h][w]);
+    for (int w = 1; w < WARPS; ++w) top = fmaxf(top, warp_m[h][w]);
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < WARPS; ++w) {
+      if (w >= tiles) break;  // a warp without positions has left nothing
       const float weight = exp2_fast(warp_m[h][w] - top);
+      const float2 x = *reinterpret_cast<const float2*>(ring + w * kWarpBytes + (h * kDim + c) * 4);
       total = fmaf(warp_l[h][w], weight, total);
-      sum = fmaf(warp_acc[(w * HEADS + h) * HEAD_DIM + c], weight, sum);
+      sum.x = fmaf(x.x, weight, sum.x);
+      sum.y = fmaf(x.y, weight, sum.y);
     }
     if (active == 1) {
-      a.out[(head0 + h) * HEAD_DIM + c] = __float2half_rn(sum / total);
+      *reinterpret_cast<u32*>(a.out + (head0 + h) * HEAD_DIM + c) = pack_half2(sum.x / total, sum.y / total);
     } else {
-      a.partial[(static_cast<long long>(head0 + h) * splits + split) * HEAD_DIM + c] = sum;
+      *reinterpret_cast<float2*>(a.partial + (static_cast<long long>(head0 + h) * splits + split) * HEAD_DIM + c) = sum;
       if (c == 0) a.partial_ml[(head0 + h) * splits + split] = make_float2(top, total);
     }
   }
@@ -331,47 +329,66 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     __syncthreads();
     if (arrived == active - 1) {
       __threadfence();
-      float* weight = reinterpret_cast<float*>(ring);  // [heads][active], and as many sums behind
-      float* sums = weight + heads * active;
-      for (int i = tid; i < heads * active; i += THREADS) {
-        const float2 one = __ldcg(a.partial_ml + (head0 + i / active) * splits + i % active);
-        weight[i] = one.x;
-        sums[i] = one.y;
-      }
-      __syncthreads();
-      for (int h = warp; h < heads; h += kWarps) {
-        float top = -1e30f, total = 0.0f;
-        for (int p = tid % 32; p < active; p += 32) top = fmaxf(top, weight[h * active + p]);
-#pragma unroll
-        for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
-        for (int p = tid % 32; p < active; p += 32) {
-          const float w = exp2_fast(weight[h * active + p] - top);
-          weight[h * active + p] = w;
-          total = fmaf(sums[h * active + p], w, total);
-        }
-#pragma unroll
-        for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
-        if (tid % 32 == 0) warp_l[h][0] = 1.0f / total;
-      }
-      __syncthreads();
-      // Loads first, sums in split order: many in flight, for each costs a round trip to L2.
-      constexpr int kPiece = HEAD_DIM % 4 == 0 ? 4 : 1;
-      for (int i = tid; i < heads * HEAD_DIM / kPiece; i += THREADS) {
-        const int h = i * kPiece / HEAD_DIM, c = i * kPiece % HEAD_DIM;
+      constexpr int kVector = HEAD_DIM % 4 == 0 ? 4 : 2, kBatch = 16;
+      float* weight = reinterpret_cast<float*>(ring);  // [heads][padded]
+      const int padded = (active + kBatch - 1) / kBatch * kBatch;
+      const int pieces = heads * HEAD_DIM / kVector;
+      // One round trip to L2: the first splits' results are asked for together with all maxima and sums. Everything is
+      // then added in split order.
+#pragma unroll 1
+      for (int i0 = 0; i0 < pieces; i0 += kThreads) {
+        const int i = min(i0 + tid, pieces - 1), h = i * kVector / HEAD_DIM, c = i * kVector % HEAD_DIM;
         const float* part = a.partial + static_cast<long long>(head0 + h) * splits * HEAD_DIM + c;
-        float sum[kPiece] = {};
-#pragma unroll 16
-        for (int p = 0; p < active; ++p) {
-          const float w = weight[h * active + p];
-          if constexpr (kPiece == 4) {
-            const float4 v = __ldcg(reinterpret_cast<const float4*>(part + p * HEAD_DIM));
-            sum[0] = fmaf(v.x, w, sum[0]); sum[1] = fmaf(v.y, w, sum[1]); sum[2] = fmaf(v.z, w, sum[2]); sum[3] = fmaf(v.w, w, sum[3]);
-          } else {
-            sum[0] = fmaf(__ldcg(part + p * HEAD_DIM), w, sum[0]);
+        float sum[kVector] = {};
+#pragma unroll 1
+        for (int p0 = 0; p0 < active; p0 += kBatch) {
+          float x[kBatch][kVector];
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j) {
+            if constexpr (kVector == 4) {
+              float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+              if (p0 + j < active) y = __ldcg(reinterpret_cast<const float4*>(part + (p0 + j) * HEAD_DIM));
+              x[j][0] = y.x, x[j][1] = y.y, x[j][2] = y.z, x[j][3] = y.w;
+            } else {
+              float2 y = make_float2(0.0f, 0.0f);
+              if (p0 + j < active) y = __ldcg(reinterpret_cast<const float2*>(part + (p0 + j) * HEAD_DIM));
+              x[j][0] = y.x, x[j][1] = y.y;
+            }
+          }
+          if (i0 == 0 && p0 == 0) {
+#pragma unroll 1
+            for (int g = warp; g < heads; g += WARPS) {
+              const float2* ml = a.partial_ml + (head0 + g) * splits;
+              float2 one = lane < active ? __ldcg(ml + lane) : make_float2(-kInfinity, 0.0f);
+              float top = one.x, total = 0.0f;
+              for (int p = lane + 32; p < active; p += 32) top = fmaxf(top, __ldcg(&ml[p].x));
+#pragma unroll
+              for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+              for (int p = lane; p < padded; p += 32) {
+                if (p >= 32) one = p < active ? __ldcg(ml + p) : make_float2(-kInfinity, 0.0f);
+                const float w = exp2_fast(one.x - top);  // 0 in the padding
+                weight[g * padded + p] = w;
+                total = fmaf(one.y, w, total);
+              }
+#pragma unroll
+              for (int d = 16; d > 0; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
+              if (lane == 0) warp_l[g][0] = 1.0f / total;
+            }
+            __syncthreads();
+          }
+#pragma unroll
+          for (int j = 0; j < kBatch; ++j) {
+            const float w = weight[h * padded + p0 + j];
+#pragma unroll
+            for (int n = 0; n < kVector; ++n) sum[n] = fmaf(x[j][n], w, sum[n]);
           }
         }
+        if (i0 + tid < pieces) {
 #pragma unroll
-        for (int j = 0; j < kPiece; ++j) a.out[(head0 + h) * HEAD_DIM + c + j] = __float2half_rn(sum[j] * warp_l[h][0]);
+          for (int n = 0; n < kVector; n += 2) {
+            *reinterpret_cast<u32*>(a.out + (head0 + h) * HEAD_DIM + c + n) = pack_half2(sum[n] * warp_l[h][0], sum[n + 1] * warp_l[h][0]);
+          }
+        }
       }
     }
   }

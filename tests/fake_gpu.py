@@ -24,6 +24,7 @@ class FakeGpu:
         self.held: dict[int, Any] = {}
         self.launched: list[Launch] = []
         self.graphs: list[Sequence[Launch]] = []
+        self.products: list[tuple[Any, ...]] = []
         self.waits = 0
         self.closed = False
         self.on_run: Callable[[Sequence[Launch]], None] = lambda launches: None
@@ -61,6 +62,12 @@ class FakeGpu:
     def time_call(self, call: Callable[[], None]) -> float:
         call()
         return 1e-3
+
+    def matmul(self, *args: Any, **options: Any) -> None:
+        self.products.append(args)
+
+    def between(self, begin: object, end: object) -> float:
+        return 1e-4
 
     def mark(self) -> object:
         return object()

@@ -117,8 +117,8 @@ class CudaEngine:
         self._closed = False
         self.info = EngineInfo("cuda", self._gpu.name, 0, "stamps")
         self._compiled: dict[KernelSpec, CompiledKernel] = {}
-        self._graphs: dict[tuple[Ending, bool], Callable[[], None]] = {}
-        self._programs: dict[tuple[Ending, bool], StepProgram] = {}
+        self._graphs: dict[tuple[Ending, bool, bool], Callable[[], None]] = {}
+        self._programs: dict[tuple[Ending, bool, bool], StepProgram] = {}
         self._stamps: StampRing | None = None
         self._attention = dict(attention or {})
         try:
@@ -284,7 +284,8 @@ class CudaEngine:
         s = sampling if sampling is not None else Sampling(min_p=0.0)
         ending: Ending = "greedy" if s.is_greedy else "draw"
         stamped = self.recorder is not None
-        run = self._graph(ending, stamped)
+        for at in (pos, pos + max(n, 1) - 1):  # captured before the clock runs
+            self._graph(ending, stamped, at)
         self._put(self._work["params"], np.frombuffer(bytes(_params(s, rng_state, ids)), np.uint8))
         if s.repetition_penalty != 1.0 and s.repetition_range != 0:
             self._put_history(history, pos)
@@ -299,7 +300,7 @@ class CudaEngine:
                 reach = i + 1 if pos + launched >= self.seq_len else min(n, i + 1 + ahead)
                 if launched < reach:
                     while launched < reach and (launched <= i or pos + launched < self.seq_len):
-                        run()
+                        self._graph(ending, stamped, pos + launched)()
                         launched += 1
                     last_event = self._gpu.mark()
                 entry = self._await(i, last_event)
@@ -361,13 +362,13 @@ class CudaEngine:
     def time_graph(self, pos: int, n: int) -> float:
         """Seconds a step, of `n` greedy steps from `pos` queued back to back: the GPU's own time, without the loop."""
         self._enter(pos, 1)
-        run = self._graph("greedy", False)
+        self._graph("greedy", False, pos)
         self._put(self._work["params"], np.frombuffer(bytes(_params(Sampling(), 1, self.config.vocab_size)), np.uint8))
         self._put(self._work["state"], np.array(state_words(1, pos, self.seq_len), np.int32).view(np.uint8))
 
         def queue() -> None:
-            for _ in range(n):
-                run()
+            for i in range(n):
+                self._graph("greedy", False, pos + i)()
 
         return self._gpu.time_call(queue) / n
 
@@ -388,7 +389,7 @@ class CudaEngine:
                 self._gpu.wait()  # the page-locked states are about to be written again
             self._states[slot] = state_words(token, pos + i, self.seq_len)
             self._gpu.to_device(self._work["state"], self._states[slot].view(np.uint8))
-            self._graph(last if i == len(ids) - 1 else "none", stamped)()
+            self._graph(last if i == len(ids) - 1 else "none", stamped, pos + i)()
             if stamped:
                 self._gpu.wait()
                 self._record(phase, pos + i)
@@ -441,11 +442,11 @@ class CudaEngine:
             return
         self._stamps.forward(self.recorder, phase, pos, self._positions.length(pos))
 
-    def _graph(self, ending: Ending, stamped: bool) -> Callable[[], None]:
-        key = (ending, stamped)
+    def _graph(self, ending: Ending, stamped: bool, pos: int) -> Callable[[], None]:
+        key = (ending, stamped, self._plans.is_short(pos))
         graph = self._graphs.get(key)
         if graph is None:
-            program = self.program(ending, stamped=stamped)
+            program = self.program(ending, stamped=stamped, short=key[2])
             graph = self._graphs[key] = self._gpu.capture(program.launches)
             if stamped:
                 assert self._stamps is not None
@@ -459,9 +460,9 @@ class CudaEngine:
                 graph = self._graphs[key] = run_stamped
         return graph
 
-    def program(self, ending: Ending, *, stamped: bool = False) -> StepProgram:
+    def program(self, ending: Ending, *, stamped: bool = False, short: bool = False) -> StepProgram:
         """List the launches of a step that ends in `ending`."""
-        key = (ending, stamped)
+        key = (ending, stamped, short)
         if key not in self._programs:
             if stamped and self._stamps is None:
                 self._stamps = StampRing(self._gpu, n_kernels=8 * self.config.n_layers + 16)
@@ -473,6 +474,7 @@ class CudaEngine:
                 self._work,
                 self._cache,
                 ending,
+                short=short,
                 host_ring=self._ring_address,
                 **places,
             )
@@ -495,7 +497,8 @@ class CudaEngine:
         zero = _Zeros()
         endings: tuple[Ending, ...] = ("logits", "draw")
         for ending in endings:
-            build_program(plans, note, zero, zero, 0, ending)
+            for short in (False, True):
+                build_program(plans, note, zero, zero, 0, ending, short=short)
         if progress is not None:
             progress(f"compiling {len(wanted)} CUDA kernels for {self._gpu.arch} (kept for the next time)")
         self._compiled.update(compile_all(wanted, self._gpu.arch))

@@ -210,14 +210,15 @@ class CudaDevice:
         """Queue ``out[rows, outputs] (+)= x[rows, inputs] @ weights[outputs, inputs].T``: half in, float sums and out."""
         cublas = self._cupy.cuda.cublas
         handle = self._cupy.cuda.device.get_cublas_handle()
-        cublas.setStream(handle, self._stream.ptr)
         one, beta = np.ones(1, np.float32), np.full(1, 1.0 if add else 0.0, np.float32)
         half, single, compute_32f, default = 2, 0, 68, -1
         # cuBLAS counts columns first: there, weights are [inputs, outputs] to be transposed, x is [inputs, rows].
-        cublas.gemmEx(
-            handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, outputs, rows, inputs, one.ctypes.data, weights, half, inputs, x, half,
-            inputs, beta.ctypes.data, out, single, outputs, compute_32f, default,
-        )  # fmt: skip
+        # CuPy moves the handle to its current stream at every call, so a setStream of ours would not last.
+        with self._stream:
+            cublas.gemmEx(
+                handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, outputs, rows, inputs, one.ctypes.data, weights, half, inputs,
+                x, half, inputs, beta.ctypes.data, out, single, outputs, compute_32f, default,
+            )  # fmt: skip
 
     def launch(self, launches: Sequence[Launch]) -> None:
         """Queue kernels."""

@@ -152,9 +152,11 @@ class AttentionPlan:
     groups_per_kv : int
         Head groups of one kv head.
     single : int
-        Up to so many positions, one block takes them all: adding splits costs more than reading on.
+        Up to so many positions, one block takes them all.
     min_chunk : int
         Beyond that, the fewest positions a block takes.
+    short_max : int
+        Up to so many visible positions the short form of the kernel serves better.
     """
 
     spec: KernelSpec
@@ -165,6 +167,7 @@ class AttentionPlan:
     groups_per_kv: int
     single: int
     min_chunk: int
+    short_max: int
 
 
 def plan_attention(
@@ -173,17 +176,24 @@ def plan_attention(
     sm_count: int,
     *,
     shared_per_sm: int = 228 << 10,
-    warps: int = 4,
+    warps: int = 0,
     budget: int = 0,
     blocks_per_sm: float = 1.0,
     single: int = 0,
-    min_chunk: int = 64,
+    min_chunk: int = 16,
+    short: bool = False,
+    short_max: int = -1,
 ) -> AttentionPlan:
     """Geometry of attention for one model on a GPU of `sm_count` multiprocessors.
 
+    There are two forms, in two graphs. The long one is about one block a multiprocessor, shared out over the head groups
+    and the context; all of them must have work, or what leaves early unbalances the weight kernels behind (on an H200, the
+    next matrix took 44 instead of 32 us). The short one is a block a head group, small enough to sit beside two
+    weight kernels' blocks.
+
     The grid is fixed: about `blocks_per_sm` blocks a multiprocessor, shared out over the head groups; blocks that the
-    context does not reach leave at once. `budget` is the shared memory a block may take, 0 for the usual: on large
-    multiprocessors so much that two of these blocks never share one that a weight kernel still holds.
+    context does not reach leave at once. `warps`, `budget` (shared memory of a block, bytes) and `short_max` (-1) have
+    usual values: in the long form so much memory that two of these blocks never share a multiprocessor.
 
     Raises
     ------
@@ -195,23 +205,28 @@ def plan_attention(
     piece = next((p for p in (16, 8, 4) if row % p == 0), 0)
     if not piece or config.head_dim > 256:
         raise UnsupportedError(
-            f"head_dim {config.head_dim} with a {kv_dtype} KV cache makes rows of {row} bytes; the CUDA engine takes multiples of 4 "
-            "bytes and up to 256 channels. Use kv_dtype='fp16', or device='cpu'"
+            f"head_dim {config.head_dim} with a {kv_dtype} KV cache makes rows of {row} bytes; the CUDA engine takes multiples "
+            "of 4 bytes and up to 256 channels. Use kv_dtype='fp16', or device='cpu'"
         )
     per_kv = config.n_heads // config.n_kv_heads
     groups = -(-per_kv // 8)
     heads = -(-per_kv // groups)
     y = config.n_kv_heads * groups
     splits = max(1, int(sm_count * blocks_per_sm) // y)
-    budget = budget or (72 << 10 if shared_per_sm >= 160 << 10 else 40 << 10)
+    if short_max < 0:
+        short_max = min(16 * splits, (128 << 10) // (2 * row))
+    if short:
+        splits, single = 1, 1 << 30
+    large = shared_per_sm >= 160 << 10
+    warps = warps or (8 if large and not short else 4)
+    budget = budget or (48 << 10 if short else min(144 << 10, shared_per_sm - (20 << 10))) if large else 40 << 10
     pitch = -(-config.head_dim // 16) * item | 1
     tile = 2 * 16 * pitch * 16
-    while warps > 1 and warps * 2 * tile > budget:
+    least = 1 if short else 2
+    while warps > 1 and warps * least * tile > budget:
         warps //= 2
-    stages = max(2, min(8, budget // (warps * tile)))
-    shared = max(warps * stages * tile, 8 * heads * splits)
-    if shared_per_sm >= 160 << 10:
-        shared = max(shared, 72 << 10)
+    stages = max(least, min(8, budget // (warps * tile)))
+    shared = max(warps * stages * tile, 4 * heads * -(-splits // 16) * 16)
     defines = (
         ("HEAD_DIM", config.head_dim),
         ("HEADS", heads),
@@ -221,7 +236,15 @@ def plan_attention(
         ("STAGES", stages),
     )
     return AttentionPlan(
-        KernelSpec("attention", "attention.cu", defines), (splits, y), 32 * warps, shared, heads, groups, single or (128 << 10) // (2 * row), min_chunk
+        KernelSpec("attention", "attention.cu", defines),
+        (splits, y),
+        32 * warps,
+        shared,
+        heads,
+        groups,
+        single,
+        min_chunk,
+        short_max,
     )
 
 
@@ -260,5 +283,5 @@ def all_specs() -> list[KernelSpec]:
         ("fp16", "fp8"),
     ):
         config = ModelConfig("llama", "fp16", 64, 64, head_dim, 1, per_kv, 1, 32)
-        specs.append(plan_attention(config, kv_dtype, 132).spec)
+        specs += [plan_attention(config, kv_dtype, 132, short=short).spec for short in (False, True)]
     return specs

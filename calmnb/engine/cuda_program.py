@@ -59,9 +59,15 @@ class Plans:
     seq_len: int
     on_full: FullPolicy
     attention: AttentionPlan
+    short_attention: AttentionPlan
     matvec: Mapping[str, MatvecPlan]  # qkv, out, gateup, down, logits, [router]
     wide: frozenset[str]  # names of weight regions that need the wide kernel
     wide_matvec: Mapping[str, MatvecPlan]
+
+    def is_short(self, pos: int) -> bool:
+        """Whether a step at `pos` sees so little that the short attention serves it."""
+        visible = min(pos + 1, self.seq_len, self.config.sliding_window or pos + 1)
+        return visible <= self.attention.short_max
 
     def plan(self, kind: str, region: str) -> MatvecPlan:
         """Plan of a weight kernel for the matrix in `region`."""
@@ -113,6 +119,7 @@ def make_plans(
         seq_len,
         on_full,
         plan_attention(config, kv_dtype, sm_count, shared_per_sm=device.shared_per_sm, **(attention or {})),
+        plan_attention(config, kv_dtype, sm_count, shared_per_sm=device.shared_per_sm, short=True),
         plans(False),
         wide,
         plans(True) if wide else {},
@@ -180,6 +187,7 @@ def build_program(
     cache: int,
     ending: Ending,
     *,
+    short: bool = False,
     host_ring: int = 0,
     stamps: int = 0,
     stamp_ring: int = 0,
@@ -201,6 +209,8 @@ def build_program(
         Address of the KV cache: for each layer its keys, then its values, each [n_kv_heads][seq_len][head_dim].
     ending
         What follows the layers.
+    short
+        Use the attention kernel for short contexts.
     host_ring
         Address of `HOST_RING` `HostToken` records in pinned memory.
     stamps, stamp_ring, stamp_serial, stamp_rows, stamp_stride
@@ -264,7 +274,7 @@ def build_program(
         )  # fmt: skip
 
     # -- layers
-    attention = plans.attention
+    attention = plans.short_attention if short else plans.attention
     for i in range(c.n_layers):
         keys = cache + 2 * i * half_cache
         next_norm = weights[f"{i + 1}.attn_norm" if i + 1 < c.n_layers else "final_norm"]
@@ -322,7 +332,7 @@ def build_program(
     if ending in ("greedy", "draw"):
         args = SampleArgs(
             **{n: work[n] for n in ("logits", "adjusted", "block_best", "block_sum", "scratch", "params", "state", "history")},
-            counter=work["counters"] + 4 * attention.grid[1], host_ring=host_ring, vocab=c.vocab_size,
+            counter=work["counters"] + 4 * plans.attention.grid[1], host_ring=host_ring, vocab=c.vocab_size,
             history_cap=plans.seq_len, host_cap=HOST_RING, write_adjusted=int(ending == "draw"),
         )  # fmt: skip
         slice_words = -(-c.vocab_size // SAMPLE_BLOCKS // 32) + 1

@@ -93,13 +93,13 @@ def test_agrees_with_the_reference(name: str) -> None:
     weights = random_weights(config, **weight_options)
     reference = ReferenceEngine(weights, seq_len=64, kv_dtype=options.get("kv_dtype", "fp16"))
     worst = 0.0
-    with open_engine(weights, seq_len=64, attention={"min_chunk": 4}, **options) as engine:
+    with open_engine(weights, seq_len=64, attention={"short_max": 0}, **options) as engine:
         for pos, token in enumerate(tokens_for(config, 24)):
             out, ref = engine.step(token, pos), reference.step(token, pos)
             assert np.isfinite(out).all(), f"position {pos}"
             worst = max(worst, relative(out, ref))
     assert worst < TOLERANCE * (2 if config.dtype == "gf4" or config.n_experts else 1) * (
-        4 if options.get("kv_dtype") == "fp8" else 1
+        8 if options.get("kv_dtype") == "fp8" else 1
     )
 
 
@@ -112,7 +112,7 @@ def test_long_context_is_split_and_combined(kv_dtype: Any, changes: dict[str, An
     tokens = tokens_for(config, 700)
     reference = ReferenceEngine(weights, seq_len=700, kv_dtype=kv_dtype)
     expected = reference.prefill(tokens)
-    with open_engine(weights, seq_len=700, kv_dtype=kv_dtype) as engine:
+    with open_engine(weights, seq_len=700, kv_dtype=kv_dtype, attention={"short_max": 0}) as engine:
         engine.prefill(tokens[:-3])
         for pos in range(697, 700):
             out = engine.step(tokens[pos], pos)
@@ -123,7 +123,7 @@ def test_long_context_is_split_and_combined(kv_dtype: Any, changes: dict[str, An
 def test_rolling_cache(kv_dtype: Any) -> None:
     weights = random_weights(BASE)
     reference = ReferenceEngine(weights, seq_len=16, kv_dtype=kv_dtype, on_full="roll")
-    with open_engine(weights, seq_len=16, kv_dtype=kv_dtype, on_full="roll", attention={"min_chunk": 4}) as engine:
+    with open_engine(weights, seq_len=16, kv_dtype=kv_dtype, on_full="roll", attention={"short_max": 0}) as engine:
         for pos, token in enumerate(tokens_for(BASE, 45)):
             worst = relative(engine.step(token, pos), reference.step(token, pos))
             assert worst < TOLERANCE * (20 if kv_dtype == "fp8" else 1), f"position {pos}"
@@ -132,7 +132,7 @@ def test_rolling_cache(kv_dtype: Any) -> None:
 def test_prefill_equals_steps() -> None:
     weights = random_weights(BASE)
     tokens = tokens_for(BASE, 300)
-    with open_engine(weights, seq_len=512) as engine:
+    with open_engine(weights, seq_len=512, attention={"short_max": 100}) as engine:
         stepped = np.stack([engine.step(token, pos).copy() for pos, token in enumerate(tokens)])
         engine.reset()
         together = engine.prefill(tokens, all_logits=True).copy()
