@@ -218,6 +218,7 @@ def _stop(
     """Let the workers return, then let go of the memory they used."""
     if workers:
         sync.view(np.int64)[k.S_STOP // 8] = 1
+        context[k.JOB] = k.J_STEP  # an engine that never ran still holds J_INIT, which wakes nobody
         entry(address_of(context), 0)
         for worker in workers:
             worker.join()
