@@ -55,7 +55,7 @@ class StageLimit:
     bound: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SpeedOfLight:
     """Result of `speed_of_light`.
 
@@ -130,7 +130,7 @@ class SpeedOfLight:
             }
         )
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         batch = "" if self.batch == 1 else f", batch {self.batch}"
         return (
             f"at most {self.tok_per_s:.4g} tok/s ({self.latency_s * 1e3:.4g} ms) on {self.device}: "

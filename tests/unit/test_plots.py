@@ -123,10 +123,17 @@ def test_bars_of_the_roofline_are_the_tables_rates(sessions: dict[str, Session])
 
 def test_a_bar_beyond_the_peak_is_labelled_and_not_clipped(sessions: dict[str, Session]) -> None:
     figure = plots.roofline(sessions["cached"])
-    assert "read from a cache" in texts(figure)
+    assert "beyond the peak: cached, or the peak was read in a busy moment" in texts(figure)
     axes = figure.axes[0]
     assert max(patch.get_width() for patch in axes.patches) <= axes.get_xlim()[1]  # type: ignore[attr-defined]
-    assert "read from a cache" not in texts(plots.roofline(sessions["cpu"]))
+    assert "beyond the peak" not in texts(plots.roofline(sessions["cpu"]))
+
+
+def test_nothing_but_a_cache_beats_a_datasheet() -> None:
+    peaks = {"datasheet": {"gb_per_s": 50.0}, "measured": {"gb_per_s": 40.0}}
+    rates = {"output": 80.0}
+    session = noisy_recorder(SMOL.replace(n_layers=2), tokens=5, gb_per_s=rates, fixed_s=0.0, peaks=peaks).session()
+    assert "beyond the peak: read from a cache" in texts(plots.roofline(session))
 
 
 def test_stacked_layers_add_up_to_the_table(sessions: dict[str, Session]) -> None:
