@@ -93,7 +93,10 @@ def _read(folder: Path, raw: Mapping[str, Any], reader: SafetensorsFiles) -> Sou
     for key in ("add_bos_token", "add_eos_token"):
         if isinstance(about.get(key), bool):
             settings[key] = about[key]
-    settings["source"] = {"format": "huggingface", "name": raw.get("_name_or_path") or folder.resolve().name}
+    name = raw.get("_name_or_path")
+    if not isinstance(name, str) or not name or Path(name).is_absolute():
+        name = folder.resolve().name  # another machine's path says nothing here
+    settings["source"] = {"format": "huggingface", "name": name}
     return Source(folder, config, reader, recipes, vocabulary, settings)
 
 
