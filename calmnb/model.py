@@ -140,7 +140,7 @@ class Model:
         ids = [*self.config.stop_ids, self.config.eos_token_id, tokenizer.bos_id, *named]
         self.stop_ids = tuple(dict.fromkeys(i for i in ids if i >= 0))
         self.prefill_chunk = _prefill_chunk(file.n_params, engine.info.engine)
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # re-entrant: collecting garbage may end a generation anywhere
         self._owner: Callable[[], object | None] = _nobody
         self._closed = False
 
