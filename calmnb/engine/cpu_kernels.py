@@ -56,6 +56,7 @@ from calmnb.engine.cpu_simd import (
     set_i64,
     spin_hint,
     stay_call,
+    usleep,
     vadd,
     vload,
     vset,
@@ -85,6 +86,10 @@ J_INIT, J_STEP, J_DECODE, J_NORM, J_ROPE, J_KV, J_SOFTMAX, J_GATE, J_READ = rang
 
 #: Spins before a waiting thread offers its core to others: a busy neighbour would halve a pure spin. About 20 us.
 _SPINS = 400
+#: ... then it yields a few times, and then sleeps: where other programs want the cores, the thread waited for may sit in
+#: another core's queue, and only a core that goes idle will fetch it. Yielding alone made a step wait whole time slices.
+_YIELDS = 20
+_NAP_US = np.uint32(20)
 
 
 @_njit
@@ -125,8 +130,10 @@ def barrier(ctx):
         spins += 1
         if spins < _SPINS:
             spin_hint()
-        else:
+        elif spins < _SPINS + _YIELDS:
             sched_yield()
+        else:
+            usleep(_NAP_US)
 
 
 # -- the decode step -----------------------------------------------------------------------------------------------------

@@ -430,6 +430,7 @@ def spin_hint(typingctx: Any) -> Any:
 
 # Functions of the C library, found by name when the compiled kernel is loaded, so that it can be cached on disk.
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
+usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 mutex_lock = types.ExternalFunction("pthread_mutex_lock", types.int32(types.intp))
 mutex_unlock = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.intp))

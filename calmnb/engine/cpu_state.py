@@ -42,10 +42,10 @@ def default_threads() -> int:
 
 
 def aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed bytes that start on a cache line, with a line to spare at the end. Pages are touched when first written."""
+    """Zeroed bytes that start on a cache line, with two lines to spare behind them. Pages are touched when first written."""
     raw = np.zeros(nbytes + 192, dtype=np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start : start + (nbytes + 127) // 64 * 64]
+    return raw[start : start + nbytes]
 
 
 def address_of(array: NDArray[np.generic] | None) -> int:
