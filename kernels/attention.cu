@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention(const __grid
   const int len = ld_i32(a.state + ST_LEN), fresh = ld_i32(a.state + ST_SLOT), sinks = ld_i32(a.state + ST_SINKS);
   const int first = a.window > 0 && len > a.window ? len - a.window : 0;
   const int visible = len - first;
-  int chunk = (visible + gridDim.x - 1) / gridDim.x;
-  chunk = visible <= a.single ? visible : max((chunk + kTokens - 1) / kTokens * kTokens, a.min_chunk);
+  // Not rounded to whole tiles: every block should have work, for one that leaves at once unbalances what follows.
+  const int chunk = visible <= a.single ? visible : max((visible + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), a.min_chunk);
   const int active = (visible + chunk - 1) / chunk;
   const int split = blockIdx.x;
   if (split >= active) return;

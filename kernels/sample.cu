@@ -7,7 +7,7 @@
 //            sample_draw: one block of 1024, only in the graph of a random sampler.
 // Order      maxima are compared as 64-bit keys (value, then lowest id); sums run in a fixed order; counters are integers.
 // Hand-over  the chosen token goes to the step state (the next step reads it there), to the history and to a ring in pinned
-//            host memory, whose entry is complete once its `step` field says so.
+//            host memory, whose entry is there once its `step` field says so.
 
 #include "common.cuh"
 #include "state.cuh"
@@ -33,7 +33,7 @@ struct HostToken {             // one entry of the ring in pinned host memory
   int token;
   float logprob;
   int pos;                   // position the token will stand at
-  int step;                  // 1 + number of tokens sampled before it; written last
+  int step;                  // 1 + number of tokens sampled before it
 };
 
 struct SampleArgs {
@@ -65,24 +65,27 @@ DEVICE float key_value(u32 k) {
 DEVICE float2 fold(float2 a, float2 b) {
   const float top = fmaxf(a.x, b.x);
   if (top == -kInfinity) return make_float2(top, 0.0f);
-  return make_float2(top, a.y * expf(a.x - top) + b.y * expf(b.x - top));
+  return make_float2(top, a.y * __expf(a.x - top) + b.y * __expf(b.x - top));
 }
+
+// Where the sequence stands: read before the dependency wait, for it was written by an earlier step.
+struct Place {
+  int pos, step, rows;
+};
+DEVICE Place place(const int* state) { return {ld_i32(state + ST_POS), ld_i32(state + ST_STEP), ld_i32(state + ST_SEQ_LEN)}; }
 
 // Make `token` the input of the next step and tell the host.
-__device__ void finish(const SampleArgs& a, int token, float logprob) {
-  const int pos = a.state[ST_POS] + 1, step = a.state[ST_STEP] + 1;
-  advance_state(a.state, max(token, 0), pos);
-  a.state[ST_STEP] = step;
+__device__ void finish(const SampleArgs& a, Place at, int token, float logprob) {
+  const int pos = at.pos + 1;
+  // One aligned store of 16 bytes reaches the host as a whole, so that no fence (a round trip to its memory) is needed.
+  HostToken* entry = a.host_ring + at.step % a.host_cap;
+  asm volatile("st.volatile.global.v4.s32 [%0], {%1,%2,%3,%4};" ::"l"(entry), "r"(token), "r"(__float_as_int(logprob)), "r"(pos), "r"(at.step + 1) : "memory");
+  advance_state(a.state, at.rows, max(token, 0), pos);
+  a.state[ST_STEP] = at.step + 1;
   a.history[pos % a.history_cap] = token;
-  volatile HostToken* entry = a.host_ring + (step - 1) % a.host_cap;
-  entry->token = token;
-  entry->logprob = logprob;
-  entry->pos = pos;
-  __threadfence_system();
-  entry->step = step;
 }
 
-extern "C" __global__ void __launch_bounds__(256) sample_max(const __grid_constant__ SampleArgs a) {
+extern "C" __global__ void __launch_bounds__(256, 1) sample_max(const __grid_constant__ SampleArgs a) {
   pdl_trigger();
   u64 begun = 0;
   stamp_start(a.stamp, begun);
@@ -91,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_max(const __grid_consta
   __shared__ float2 warp_sum[8];
   __shared__ u32 arrived;
   const SampleParams p = *a.params;
+  const Place at = place(a.state);
   const int tid = threadIdx.x;
   const int slice = ((a.vocab + gridDim.x - 1) / gridDim.x + 31) / 32 * 32;
   const int begin = blockIdx.x * slice, end = min(begin + slice, a.vocab), last = min(end, p.n_ids);
@@ -98,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(256) sample_max(const __grid_consta
   if (penalise) {
     for (int i = tid; i < slice / 32; i += 256) recent[i] = 0;
     __syncthreads();
-    const int pos = ld_i32(a.state + ST_POS);  // the sequence so far is positions 0..pos
+    const int pos = at.pos;  // the sequence so far is positions 0..pos
     const int reach = min(min(p.penalty_range < 0 ? pos + 1 : p.penalty_range, pos + 1), a.history_cap);
     for (int i = tid; i < reach; i += 256) {
       const int id = a.history[(pos - i) % a.history_cap] - begin;
@@ -118,9 +122,9 @@ extern "C" __global__ void __launch_bounds__(256) sample_max(const __grid_consta
 #pragma unroll
     for (int j = 0; j < 4; ++j) top = fmaxf(top, x[j]);
     if (top > -kInfinity) {
-      float s = sum.y * expf(sum.x - top);
+      float s = sum.y * __expf(sum.x - top);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) s += expf(x[j] - top);
+      for (int j = 0; j < 4; ++j) s += __expf(x[j] - top);
       sum = make_float2(top, s);
     }
 #pragma unroll
@@ -177,9 +181,9 @@ extern "C" __global__ void __launch_bounds__(256) sample_max(const __grid_consta
       const int id = static_cast<int>(~static_cast<u32>(best));
       const float log_sum = sum.x + logf(sum.y);
       if (!(fabsf(top) < kInfinity)) {
-        finish(a, -1 - id, top);  // the host turns this into an error
+        finish(a, at, -1 - id, top);  // the host turns this into an error
       } else if (p.greedy) {
-        finish(a, id, ld_f32(a.logits + id) - log_sum);
+        finish(a, at, id, ld_f32(a.logits + id) - log_sum);
       }
       *a.scratch = SampleScratch{best, sum.x, log_sum};
     }
@@ -200,11 +204,12 @@ __device__ T block_sum(T x, T* warps) {
   return total;
 }
 
-extern "C" __global__ void __launch_bounds__(1024) sample_draw(const __grid_constant__ SampleArgs a) {
+extern "C" __global__ void __launch_bounds__(1024, 1) sample_draw(const __grid_constant__ SampleArgs a) {
   pdl_trigger();
   u64 begun = 0;
   stamp_start(a.stamp, begun);
-  pdl_wait();
+  pdl_wait();  // before reading the place: were the maximum not finite, sample_max would have moved on
+  const Place at = place(a.state);
   __shared__ double warp_d[32];
   __shared__ int warp_i[32];
   __shared__ float warp_f[32];
@@ -314,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(1024) sample_draw(const __grid_cons
     if (chosen < 0) chosen = last;
     if (lane == 0) {
       a.params->rng = s;
-      finish(a, chosen, ld_f32(a.logits + chosen) - __ldcg(&a.scratch->raw_log_sum));
+      finish(a, at, chosen, ld_f32(a.logits + chosen) - __ldcg(&a.scratch->raw_log_sum));
     }
   }
   stamp_end(a.stamp, begun);

@@ -38,6 +38,7 @@ from calmnb.engine.cuda_ops import (
     sinks_spec,
 )
 from calmnb.engine.cuda_weights import Layout
+from calmnb.errors import UnsupportedError
 from calmnb.kernels import CompiledKernel, KernelSpec
 
 __all__ = ["Ending", "Plans", "StepProgram", "activation_layout", "build_program", "cache_bytes", "make_plans"]
@@ -48,6 +49,8 @@ Ending = Literal["none", "logits", "greedy", "draw"]
 Compile = Callable[[KernelSpec], CompiledKernel]
 
 _ACT_SCALE = 8.0
+#: Experts of one token that the weight kernels keep track of.
+_MOST_EXPERTS = 64
 
 
 @dataclass(frozen=True)
@@ -96,19 +99,25 @@ def make_plans(
     """
     device = Device.of_arch(arch, sm_count)
     norm = 1 if config.norm_type == "rmsnorm" else 2
+    active = max(config.n_experts_active, 1)
+    if active > _MOST_EXPERTS:
+        raise UnsupportedError(
+            f"the model uses {active} experts a token; the CUDA engine takes up to {_MOST_EXPERTS}. Use device='cpu'"
+        )
 
     def plans(is_wide: bool) -> dict[str, MatvecPlan]:
         return {
             kind: plan_matvec(
                 kind,
                 config.dtype,
-                rows,
+                rows * active if kind == "gateup" else rows,
                 cols,
                 device,
                 norm=0 if kind in ("out", "down") else norm,
                 kv_dtype=kv_dtype,
                 gelu=config.act_type == "gelu",
                 wide=is_wide,
+                moe=config.is_moe and kind in ("gateup", "down"),
             )
             for kind, (rows, cols) in matrix_shapes(config).items()
         }
@@ -313,7 +322,8 @@ def build_program(
             )  # fmt: skip
         matvec(
             "gateup", f"{i}.w1", Kernel("matmul_ffn_up", i, _matvec_name(c, "gateup")), **normed, g=mlp_norm,
-            w1=weights[f"{i}.w3"], y32=work["h32"], y16=work["h16"], router=work["router"], rows=2 * c.hidden_dim, cols=c.dim,
+            w1=weights[f"{i}.w3"], y32=work["h32"], y16=work["h16"], router=work["router"],
+            rows=2 * c.hidden_dim * max(c.n_experts_active, 1), cols=c.dim,
         )  # fmt: skip
         down = matvec(
             "down", f"{i}.w2", Kernel("matmul_ffn_down", i, _matvec_name(c, "residual")), x16=work["h16"], x32=work["h32"],

@@ -7,6 +7,7 @@ before any is taken. Rows stay as the file stores them; q, k and v lie one after
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from calmnb.engine.cuda_device import Gpu
 __all__ = ["ALIGNMENT", "Layout", "Region", "random_regions", "upload", "weight_regions"]
 
 ALIGNMENT = 256
+#: One thread copies from a mapped file at 3-6 GB/s; a few reach what the memory gives.
+_COPY_THREADS = 4
 
 #: Called with bytes done, bytes in all, and the name of the tensor at hand.
 UploadProgress = Callable[[int, int, str], None]
@@ -133,6 +136,7 @@ def upload(
     buffers whatever the model's size.
     """
     total = sum(r.nbytes for r in regions)
+    pool = ThreadPoolExecutor(_COPY_THREADS)
     buffers = [gpu.pinned(staging_bytes) for _ in range(2)]
     events: list[object | None] = [None, None]
     turn = done = 0
@@ -146,7 +150,7 @@ def upload(
                     if events[turn] is not None:
                         gpu.wait(events[turn])
                     staged = buffers[turn][: piece.nbytes]
-                    np.copyto(staged, piece)
+                    _copy(pool, staged, piece)
                     gpu.to_device(target + at, staged)
                     events[turn] = gpu.mark()
                     turn = 1 - turn
@@ -156,5 +160,14 @@ def upload(
                 target += flat.nbytes
         gpu.wait()
     finally:
+        pool.shutdown()
         for buffer in buffers:
             gpu.release(buffer.ctypes.data)
+
+
+def _copy(pool: Executor, target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+    """Copy with several threads (NumPy releases the interpreter lock while it copies)."""
+    step = max(-(-source.nbytes // _COPY_THREADS), 1 << 20)
+    cuts = range(0, source.nbytes, step)
+    for _ in pool.map(lambda at: np.copyto(target[at : at + step], source[at : at + step]), cuts):
+        pass

@@ -434,3 +434,36 @@ def test_sliding_window_keeps_the_short_form() -> None:
     engine = open_engine(CONFIG.replace(sliding_window=40), seq_len=9000)
     assert engine._plans.is_short(8999)
     assert not open_engine(seq_len=9000)._plans.is_short(8999)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("kv_dtype", ["fp16", "fp8"])
+def test_attention_leaves_room_for_a_weight_kernel(name: str, kv_dtype: str) -> None:
+    per_sm, block = 228 << 10, 84 << 10
+    for short in (False, True):
+        plan = plan_attention(shape_config(name), kv_dtype, 132, short=short)
+        static = 16 * (plan_head_dim(name) + 8) * 2 + 1024
+        beside = 1 if not short else 2
+        assert plan.shared + static + 1024 + beside * (block + 1024) <= per_sm
+        if not short:
+            assert 2 * (plan.shared + static + 1024) > per_sm, "two attention blocks could share a multiprocessor"
+
+
+def plan_head_dim(name: str) -> int:
+    return shape_config(name).head_dim
+
+
+def test_experts_share_the_plans_of_their_kernels() -> None:
+    config = CONFIG.replace(n_experts=8, n_experts_active=3)
+    program = open_engine(config).program("logits")
+    (gateup, *_) = args_of(program, "matvec_gateup")
+    assert (gateup.rows, gateup.n_experts, gateup.n_active) == (2 * CONFIG.hidden_dim * 3, 8, 3)
+    stages = [k.stage for k in program.kernels if k.layer == 0]
+    assert stages == ["matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_up", "matmul_ffn_down"]
+    specs = {one.kernel.name: dict(one.kernel.spec.defines) for one in program.launches}
+    assert specs["matvec_gateup"]["K_MOE"] == 1
+
+
+def test_too_many_experts_a_token_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="up to 64"):
+        open_engine(CONFIG.replace(n_experts=70, n_experts_active=65))

@@ -1,0 +1,98 @@
+"""Benchmarks: what a row holds, how rows are shown and kept, and a run on the reference engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from calmnb.bench import BenchRow, append_results, bench, format_rows
+from calmnb.config import ModelConfig
+from calmnb.engine import cuda
+from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
+from calmnb.errors import ConfigError
+from calmnb.kernels import CompiledKernel, KernelSpec, Resources
+from tests.fake_gpu import FakeGpu, deliver
+
+ROW = BenchRow(
+    "mistral-7b", "fp8", "fp16", "cuda", "NVIDIA H200", 0, 500.0, 2.0, 1.9, 2.1, 5, 128, 7_000_000_000, 3500.0, 72.9, None,
+    1.99, {"numpy": "2"}, "2026-01-01T00:00:00+00:00",
+)  # fmt: skip
+
+
+def test_table_has_a_line_a_row_and_a_dash_for_what_is_unknown() -> None:
+    head, line = format_rows([ROW]).splitlines()
+    assert head.split()[:4] == ["model", "dtype", "kv", "context"]
+    assert line.split() == [
+        "mistral-7b",
+        "fp8",
+        "fp16",
+        "0",
+        "500.0",
+        "2.0000",
+        "1.9000..2.1000",
+        "3500",
+        "72.9",
+        "-",
+        "1.9900",
+    ]
+
+
+def test_results_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+    append_results(path, [ROW])
+    append_results(path, [dataclasses.replace(ROW, context=4000)])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["context"] for r in rows] == [0, 4000]
+    assert rows[0] == dataclasses.asdict(ROW)
+
+
+def test_rows_of_a_file_say_their_bytes(spec_model: Callable[[str], Path]) -> None:
+    lines: list[str] = []
+    rows = bench(
+        spec_model("A"), contexts=(0, 20), runs=3, tokens=8, device="reference", measured_peak=10.0, progress=lines.append
+    )  # fmt: skip
+    config = ModelConfig("test", "fp16", 32, 64, 16, 2, 2, 1, 12, rotary_dim=16)
+    for row, length in zip(rows, (5, 25), strict=True):
+        assert row.bytes_per_token == weight_bytes_per_token(config) + kv_bytes(config, length)
+        assert row.gb_per_s == pytest.approx(row.bytes_per_token / (row.ms_per_token * 1e6))
+        assert row.percent_measured == pytest.approx(10 * row.gb_per_s)
+        assert row.tok_per_s == pytest.approx(1000 / row.ms_per_token)
+        assert row.ms_p20 <= row.ms_per_token <= row.ms_p80
+    assert [r.context for r in rows] == [0, 20]
+    assert len(lines) >= 8
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("no-such-shape", {}, "neither a file nor one of the shapes"),
+        ("mistral-7b", {"runs": 0}, "runs 0"),
+        ("mistral-7b", {"contexts": (-1,)}, "contexts"),
+        ("mistral-7b", {"device": "cpu"}, "for the CPU give a .calm file"),
+    ],
+)
+def test_bad_requests_are_refused(model: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench(model, **options)
+
+
+def test_a_shape_runs_on_the_gpu_at_each_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu()
+    gpu.on_run = lambda launches: deliver(launches, lambda pos: 1)
+
+    def compile_all(specs: Any, arch: str) -> dict[KernelSpec, CompiledKernel]:
+        return {s: CompiledKernel(s, arch, b"", Resources(32, 0, 0, 0), "", True) for s in specs}
+
+    small = ModelConfig("llama", "gf4", 64, 128, 16, 2, 4, 2, 96, rotary_dim=16)
+    monkeypatch.setattr(cuda, "compile_all", compile_all)
+    monkeypatch.setattr("calmnb.bench.shape_config", lambda name, dtype: small.replace(dtype=dtype))
+    rows = bench("mistral-7b", dtype="fp8", contexts=(0, 300), runs=2, tokens=5, measured_peak=1.0, gpu=gpu)
+    assert [(r.context, r.dtype, r.engine, r.tokens) for r in rows] == [(0, "fp8", "cuda", 5), (300, "fp8", "cuda", 5)]
+    assert all(np.isfinite(r.tok_per_s) and r.graph_ms for r in rows)
+    assert gpu.closed
