@@ -296,6 +296,7 @@ class CudaEngine:
         last_event = None
         try:
             for i in range(n):
+                self._gpu.use()  # the caller may have moved to another thread
                 # Once the cache rolls, a step cannot be undone: then nothing runs ahead of the caller.
                 reach = i + 1 if pos + launched >= self.seq_len else min(n, i + 1 + ahead)
                 if launched < reach:
