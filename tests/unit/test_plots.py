@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -231,6 +231,7 @@ def test_times_take_the_unit_that_fits(ms: float, text: str) -> None:
     assert duration(ms) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_labels_are_moved_apart_in_order_and_stay_inside(wanted: list[float]) -> None:
     placed = spread(wanted, 0.1, 0.0, 1.0)

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calmnb.engine.base import Kernel
@@ -124,6 +124,7 @@ def test_what_lies_outside_the_step_is_not_counted() -> None:
 times = st.floats(0.0, 10.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(times, times), max_size=12), times, times)
 def test_exclusive_times_never_exceed_the_step(rows: list[tuple[float, float]], a: float, b: float) -> None:
     starts, ends = (np.array([pick(row) for row in rows], float) for pick in (min, max))
@@ -132,6 +133,7 @@ def test_exclusive_times_never_exceed_the_step(rows: list[tuple[float, float]], 
     assert own.sum() <= max(a, b) - min(a, b) + 1e-9
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(0, 3))
 def test_stage_times_never_exceed_the_step_and_counted_bytes_are_never_below_the_minimum(seed: int, tokens: int) -> None:
     session = noisy_recorder(SMOL.replace(n_layers=2), tokens=tokens, seed=seed).session()
