@@ -40,6 +40,9 @@
 #ifndef STAGES
 #define STAGES 2
 #endif
+#ifndef HOLD  // 1: a block without positions keeps its place until the kernel before is done
+#define HOLD 0
+#endif
 
 constexpr int kThreads = 32 * WARPS;
 constexpr int kItem = KV_FP8 ? 1 : 2;
@@ -103,7 +106,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention(const __grid
   const int chunk = visible <= a.single ? visible : max((visible + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), a.min_chunk);
   const int active = (visible + chunk - 1) / chunk;
   const int split = blockIdx.x;
-  if (split >= active) return;
+  if (split >= active) {
+    if (HOLD) pdl_wait();
+    return;
+  }
   const int begin = first + split * chunk, end = min(begin + chunk, len);
 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, quad = lane % 4;

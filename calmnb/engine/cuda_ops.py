@@ -188,6 +188,7 @@ def plan_attention(
     min_chunk: int = 16,
     short: bool = False,
     short_max: int = -1,
+    hold: bool = False,
 ) -> AttentionPlan:
     """Geometry of attention for one model on a GPU of `sm_count` multiprocessors.
 
@@ -199,7 +200,8 @@ def plan_attention(
     The grid is fixed: about `blocks_per_sm` blocks a multiprocessor, shared out over the head groups; blocks that the
     context does not reach leave at once. `warps`, `budget` (shared memory of a block, bytes) and `short_max` (-1) have
     usual values: in the long form so much memory that two of these blocks never share a multiprocessor, but that one
-    of a weight kernel fits beside it.
+    of a weight kernel fits beside it. With `hold`, blocks without work keep their place until the kernel before is done
+    (to be measured: with ``short_max=0`` it might make the short form needless).
 
     Raises
     ------
@@ -242,6 +244,7 @@ def plan_attention(
         ("PIECE", piece),
         ("WARPS", warps),
         ("STAGES", stages),
+        *((("HOLD", 1),) if hold else ()),
     )
     return AttentionPlan(
         KernelSpec("attention", "attention.cu", defines),
