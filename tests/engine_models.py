@@ -58,14 +58,18 @@ def build(config: ModelConfig, matrix: Fill, norm: Fill, *, bias: Fill | None = 
         wo = stored(c.dim, c.q_dim)
         layers.append(
             LayerWeights(
-                attn_norm, wq, wk, wv, wo,
+                attn_norm,
+                wq,
+                wk,
+                wv,
+                wo,
                 qkv_bias=None if bias is None else bias(index, c.q_dim + 2 * c.kv_dim),
                 mlp_norm=None if c.is_parallel else norm(c.dim),
                 moegate=stored(c.n_experts, c.dim) if c.is_moe else None,
                 w1=stored(*experts, c.hidden_dim, c.dim),
                 w2=stored(*experts, c.dim, c.hidden_dim),
                 w3=stored(*experts, c.hidden_dim, c.dim),
-            )  # fmt: skip
+            )
         )
     final = norm(c.dim)
     return Weights(config, embed, tuple(layers), final, embed if tied else stored(c.vocab_size, c.dim))
@@ -101,7 +105,7 @@ def random_weights(config: ModelConfig, seed: int = 0, *, bias: bool = False, ti
     rng = np.random.default_rng(seed)
     return build(
         config,
-        lambda *shape: (rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[-1]))),
+        lambda *shape: rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[-1])),
         lambda size: rng.uniform(0.5, 1.5, size).astype(np.float32),
         bias=(lambda _, size: rng.standard_normal(size, dtype=np.float32)) if bias else None,
         tied=tied,

@@ -137,9 +137,9 @@ def _check_memory(weights: Weights, seq_len: int, kv_dtype: str, *, expanded: bo
     if stored + cache > free:
         gib = 1024**3
         raise DeviceError(
-            f"the model needs {stored / gib:.2f} GiB for its weights and {cache / gib:.2f} GiB for a KV cache of {seq_len} tokens "
-            f"({kv_dtype}), but {free / gib:.2f} GiB of memory are free; use a smaller seq_len, kv_dtype='fp8', or a model "
-            "converted to a smaller dtype"
+            f"the model needs {stored / gib:.2f} GiB for its weights and {cache / gib:.2f} GiB for a KV cache of {seq_len} "
+            f"tokens ({kv_dtype}), but {free / gib:.2f} GiB of memory are free; use a smaller seq_len, kv_dtype='fp8', or a "
+            "model converted to a smaller dtype"
         )
 
 

@@ -94,7 +94,9 @@ class CpuEngine:
         self._lock = threading.Lock()
         self._stamps = np.zeros(5 * config.n_layers + 3, dtype=np.float64)
         self._kernels = _kernel_rows(config, f"matvec_{config.dtype}", f"attention_{kv_dtype}", f"embed_{config.dtype}")
-        self._batch_kernels = _kernel_rows(config, f"matmul_{config.dtype}", f"attention_batch_{kv_dtype}", f"embed_{config.dtype}")
+        self._batch_kernels = _kernel_rows(
+            config, f"matmul_{config.dtype}", f"attention_batch_{kv_dtype}", f"embed_{config.dtype}"
+        )
 
     def step(self, token: int, pos: int) -> NDArray[np.float32]:
         """Decode one token; see `calmnb.engine.Engine.step`. The logits are overwritten by the next call."""

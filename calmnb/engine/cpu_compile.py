@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["cache_folder", "kernel_entry"]
 
-_SOURCES = ("cpu_simd.py", "cpu_ops.py", "cpu_kernels.py")
+_SOURCES = ("cpu_simd.py", "cpu_ops.py", "cpu_attention.py", "cpu_kernels.py")
 _lock = threading.Lock()
 _entry: Callable[[int, int], None] | None = None
 

@@ -17,13 +17,11 @@ import math
 import numpy as np
 from numba import njit
 
+from calmnb.engine.cpu_attention import CHUNK, attend_chunk, combine_chunks, softmax_row
 from calmnb.engine.cpu_ops import (
-    CHUNK,
     FP16,
     add_scaled,
-    attend_chunk,
     choose_experts,
-    combine_chunks,
     decode_row,
     gate,
     matvec,
@@ -32,7 +30,6 @@ from calmnb.engine.cpu_ops import (
     prepare,
     rotate_pair,
     row_bytes,
-    softmax_row,
     store_rounded,
     stored_value,
 )
@@ -53,7 +50,6 @@ from calmnb.engine.cpu_simd import (
     sched_yield,
     set_f32,
     set_f64,
-    set_i64,
     spin_hint,
     stay_call,
     usleep,
@@ -101,6 +97,7 @@ def share(n, unit, tid, n_threads):
 
 @_njit
 def now(ctx, private):
+    """Seconds on the clock of time.perf_counter."""
     clock_gettime(np.int32(field(ctx, CLOCK)), private)
     return get_i64(private) + 1e-9 * get_i64(private + 8)
 
@@ -273,8 +270,9 @@ def step(ctx, tid, private):
         mixed = xb if parallel == 0 else planes + 4 * 9 * (pad16((wide + 7) // 8) + 16)
         for h in range(n_heads):
             combine_chunks(
-                field(ctx, MAXIMA) + 4 * h * stride, field(ctx, SUMS) + 4 * h * stride, field(ctx, MIXED) + 4 * h * stride * hdp,
-                first // CHUNK, (kv_len + CHUNK - 1) // CHUNK, hd, private, mixed + 4 * h * hd,
+                field(ctx, MAXIMA) + 4 * h * stride, field(ctx, SUMS) + 4 * h * stride,
+                field(ctx, MIXED) + 4 * h * stride * hdp, first // CHUNK,
+                (kv_len + CHUNK - 1) // CHUNK, hd, private, mixed + 4 * h * hd,
             )  # fmt: skip
         px = prepare(dtype, mixed, q_dim, planes)
         lo, hi = share(dim, 16, tid, n_threads)
@@ -352,7 +350,9 @@ def rope_rows(ctx, tid):
     width = (field(ctx, N_HEADS) + 2 * field(ctx, N_KV_HEADS)) * field(ctx, HEAD_DIM)
     lo, hi = share(n, 1, tid, field(ctx, THREADS))
     for r in range(lo, hi):
-        finish_qkv(ctx, field(ctx, A2), 0, width, field(ctx, A1) + 4 * r * width, field(ctx, A4) + 8 * half * r, field(ctx, A3) + r)
+        finish_qkv(
+            ctx, field(ctx, A2), 0, width, field(ctx, A1) + 4 * r * width, field(ctx, A4) + 8 * half * r, field(ctx, A3) + r
+        )
 
 
 @_njit
@@ -415,6 +415,7 @@ def read_rows(ctx, tid, private):
 
 @_njit
 def work(ctx, tid):
+    """This thread's share of the job in the context."""
     job, private = field(ctx, JOB), field(ctx, PRIVATE) + tid * field(ctx, PRIVATE_SIZE)
     if job == J_STEP:
         step(ctx, tid, private)

@@ -123,7 +123,7 @@ def half_bits_to_float(builder: ir.IRBuilder, bits: ir.Value, hardware: bool) ->
 # Numba calls each one with a typing context first and wants (signature, code generator) back.
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vset(typingctx: Any, value: Any) -> Any:
     """All lanes equal to a float32."""
 
@@ -133,7 +133,7 @@ def vset(typingctx: Any, value: Any) -> Any:
     return f32x16(types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vload(typingctx: Any, address: Any) -> Any:
     """Sixteen float32 from an address."""
 
@@ -143,7 +143,7 @@ def vload(typingctx: Any, address: Any) -> Any:
     return f32x16(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vstore(typingctx: Any, address: Any, value: Any) -> Any:
     """Store sixteen float32 at an address."""
 
@@ -193,7 +193,7 @@ vload_f16, vload_e5m2, vscale_gf4 = _half_loader(_HARDWARE), _e5m2_loader(_HARDW
 vload_f16_soft, vload_e5m2_soft, vscale_gf4_soft = _half_loader(False), _e5m2_loader(False), _gf4_scaler(False)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vload_i32(typingctx: Any, address: Any) -> Any:
     """Sixteen int32 from an address."""
 
@@ -203,7 +203,7 @@ def vload_i32(typingctx: Any, address: Any) -> Any:
     return i32x16(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vload_i32_first(typingctx: Any, address: Any, count: Any) -> Any:
     """The first `count` of sixteen int32, zeros behind them; nothing past them is touched."""
 
@@ -217,7 +217,7 @@ def vload_i32_first(typingctx: Any, address: Any, count: Any) -> Any:
     return i32x16(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vmask_to_f32(typingctx: Any, words: Any, mask: Any) -> Any:
     """``float32(words & mask)``, as signed numbers."""
 
@@ -228,7 +228,7 @@ def vmask_to_f32(typingctx: Any, words: Any, mask: Any) -> Any:
     return f32x16(i32x16, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vshift_to_f32(typingctx: Any, words: Any, count: Any) -> Any:
     """``float32(words >> count)``, shifting in zeros."""
 
@@ -239,7 +239,7 @@ def vshift_to_f32(typingctx: Any, words: Any, count: Any) -> Any:
     return f32x16(i32x16, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vfma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c``, rounded once where the CPU has FMA."""
 
@@ -268,7 +268,7 @@ def _binary(name: str) -> Any:
 vadd, vsub, vmul, vdiv, vmax, vmin = (_binary(n) for n in ("fadd", "fsub", "fmul", "fdiv", "max", "min"))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vexp2_scale(typingctx: Any, value: Any, exponent: Any) -> Any:
     """``value * 2 ** exponent`` for whole exponents in [-126, 127] held as float32."""
 
@@ -279,7 +279,7 @@ def vexp2_scale(typingctx: Any, value: Any, exponent: Any) -> Any:
     return f32x16(f32x16, f32x16), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def vround(typingctx: Any, value: Any) -> Any:
     """Nearest whole numbers, ties to even."""
 
@@ -337,9 +337,17 @@ def _setter(numba_type: Any, llvm_type: ir.Type, size: int) -> Any:
     return intrinsic(setter)
 
 
-get_f32, get_f64, get_i64 = _getter(types.float32, _F32, 4), _getter(types.float64, ir.DoubleType(), 8), _getter(types.int64, _I64, 8)
+get_f32, get_f64, get_i64 = (
+    _getter(types.float32, _F32, 4),
+    _getter(types.float64, ir.DoubleType(), 8),
+    _getter(types.int64, _I64, 8),
+)
 get_u8, get_u16, get_u32 = _getter(types.uint8, _I8, 1), _getter(types.uint16, _I16, 2), _getter(types.uint32, _I32, 4)
-set_f32, set_f64, set_i64 = _setter(types.float32, _F32, 4), _setter(types.float64, ir.DoubleType(), 8), _setter(types.int64, _I64, 8)
+set_f32, set_f64, set_i64 = (
+    _setter(types.float32, _F32, 4),
+    _setter(types.float64, ir.DoubleType(), 8),
+    _setter(types.int64, _I64, 8),
+)
 set_u8, set_u16 = _setter(types.uint8, _I8, 1), _setter(types.uint16, _I16, 2)
 
 
@@ -356,7 +364,7 @@ def _bitcast(to_numba: Any, to_llvm: ir.Type, from_numba: Any) -> Any:
 float_bits, bits_float = _bitcast(types.uint32, _I32, types.float32), _bitcast(types.float32, _F32, types.uint32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
     """Ask for the cache line at an address, which may lie anywhere."""
 
@@ -368,7 +376,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     return types.none(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def field(typingctx: Any, address: Any, index: Any) -> Any:
     """int64 number `index` of an array at an address. An intrinsic: a function would be compiled for every constant."""
 
@@ -379,7 +387,7 @@ def field(typingctx: Any, address: Any, index: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def stay_call(typingctx: Any) -> Any:
     """Keep the function that says this out of its callers: big loops inlined everywhere tripled the compile time."""
 
@@ -393,7 +401,7 @@ def stay_call(typingctx: Any) -> Any:
 # -- intrinsics: threads and time ----------------------------------------------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
     """Add to an int64 and return what it was before."""
 
@@ -403,7 +411,7 @@ def atomic_add(typingctx: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def atomic_get(typingctx: Any, address: Any) -> Any:
     """Read an int64 that another thread may write; what it wrote before is seen too."""
 
@@ -413,7 +421,7 @@ def atomic_get(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def spin_hint(typingctx: Any) -> Any:
     """Tell the core that this is a spin loop."""
 

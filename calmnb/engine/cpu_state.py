@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from calmnb.config import DTYPE_BITS, KvDtype, ModelConfig
+from calmnb.config import DTYPE_BITS, KvDtype
 from calmnb.engine import cpu_kernels as k
 from calmnb.engine.base import Weights
-from calmnb.engine.cpu_ops import CHUNK
+from calmnb.engine.cpu_attention import CHUNK
 from calmnb.errors import ConfigError
 
 __all__ = ["CpuState", "default_threads"]
@@ -85,7 +85,8 @@ class CpuState:
         self._address = address_of(self.context)
         self.run(k.J_INIT)
         self._workers = [
-            threading.Thread(target=entry, args=(self._address, t), name=f"calmnb-cpu-{t}", daemon=True) for t in range(1, threads)
+            threading.Thread(target=entry, args=(self._address, t), name=f"calmnb-cpu-{t}", daemon=True)
+            for t in range(1, threads)
         ]
         for worker in self._workers:
             worker.start()
@@ -105,7 +106,9 @@ class CpuState:
     def run(self, job: int, *arguments: int) -> None:
         """Run one job on all threads and wait for it."""
         if os.getpid() != self._pid:
-            raise ConfigError("this engine belongs to the process that opened it, and its threads stayed there; open the model anew")
+            raise ConfigError(
+                "this engine belongs to the process that opened it, and its threads stayed there; open the model anew"
+            )
         self.context[k.JOB] = job
         for i, argument in enumerate(arguments):
             self.context[k.A0 + i] = argument
@@ -150,7 +153,10 @@ class CpuState:
         context[k.PRIVATE] = address_of(self.buffer(private * self.threads))
 
         itemsize = DTYPE_BITS[kv_dtype] // 8
-        key_bytes, value_bytes = c.n_kv_heads * blocks * 16 * c.head_dim * itemsize, c.n_kv_heads * blocks * 16 * hd_pad * itemsize
+        key_bytes, value_bytes = (
+            c.n_kv_heads * blocks * 16 * c.head_dim * itemsize,
+            c.n_kv_heads * blocks * 16 * hd_pad * itemsize,
+        )
         self.kv_cache = self.buffer(c.n_layers * (key_bytes + value_bytes))
         table = np.zeros((c.n_layers, k.N_LAYER_FIELDS), dtype=np.int64)
         for index, w in enumerate(weights.layers):
@@ -205,7 +211,9 @@ class CpuState:
                 found = "nothing" if array is None else f"{array.dtype} {array.shape}"
                 raise ConfigError(f"{name}: found {found}; expected contiguous {dtype} {shape}")
         if c.dtype == "gf4" and any(n % 8 for n in (c.dim, c.q_dim, c.hidden_dim)):
-            raise ConfigError(f"gf4 needs rows of a multiple of 8 weights; found dim {c.dim}, q_dim {c.q_dim}, hidden {c.hidden_dim}")
+            raise ConfigError(
+                f"gf4 needs rows of a multiple of 8 weights; found dim {c.dim}, q_dim {c.q_dim}, hidden {c.hidden_dim}"
+            )
 
 
 def _stop(

@@ -16,7 +16,7 @@ from calmnb.config import KV_DTYPES, ModelConfig
 from calmnb.engine.base import FullPolicy
 from calmnb.errors import ConfigError, ContextError
 
-__all__ = ["N_SINKS", "Positions", "check_tokens", "rope_table"]
+__all__ = ["N_SINKS", "Positions", "check_kv_dtype", "check_tokens", "rope_table"]
 
 #: Slots that keep the first tokens of the sequence once the cache has rolled.
 N_SINKS = 2
@@ -49,8 +49,8 @@ class Positions:
             raise ConfigError(f"seq_len is {seq_len}; rolling keeps {N_SINKS} sinks and needs at least {N_SINKS + 1} slots")
         if on_full == "roll" and config.sliding_window:
             raise ConfigError(
-                f"on_full='roll' was asked for, but the model attends through a sliding window of {config.sliding_window}, which "
-                "would lose sight of the sinks; use on_full='stop'"
+                f"on_full='roll' was asked for, but the model attends through a sliding window of {config.sliding_window}, "
+                "which would lose sight of the sinks; use on_full='stop'"
             )
         self.seq_len = seq_len
         self.on_full = on_full
@@ -65,18 +65,20 @@ class Positions:
             Past the context with "stop", before the end once rolled, or with a gap after the end.
         """
         if pos < 0 or pos > self.end:
-            raise ContextError(f"position {pos} was asked for, but positions 0 to {self.end - 1} are cached; the next is {self.end}")
+            raise ContextError(
+                f"position {pos} was asked for, but positions 0 to {self.end - 1} are cached; the next is {self.end}"
+            )
         last = pos + n_tokens
         if self.on_full == "stop" and last > self.seq_len:
             what = f"position {pos}" if n_tokens == 1 else f"positions {pos} to {last - 1}"
             raise ContextError(
-                f"{what} do not fit in a context of {self.seq_len} tokens; shorten the prompt, open the model with a larger seq_len, "
-                "or let the cache roll (on_full='roll')"
+                f"{what} do not fit in a context of {self.seq_len} tokens; shorten the prompt, open the model with a larger "
+                "seq_len, or let the cache roll (on_full='roll')"
             )
-        if self.end > self.seq_len and pos != self.end:
+        if self.end > self.seq_len and pos not in (0, self.end):
             raise ContextError(
-                f"position {pos} was asked for after the cache rolled at {self.seq_len}; only {self.end} can follow. Start again at 0 "
-                "on a fresh engine, or call reset()"
+                f"position {pos} was asked for after the cache rolled at {self.seq_len}; only {self.end}, or a new start at 0, "
+                "can follow"
             )
 
     def slot(self, pos: int) -> int:
@@ -106,16 +108,16 @@ def rope_table(config: ModelConfig, positions: Sequence[int] | NDArray[np.int64]
     return np.ascontiguousarray(np.stack([np.cos(angles), np.sin(angles)], axis=1) * factor, dtype=np.float32)
 
 
-def check_tokens(config: ModelConfig, tokens: Sequence[int]) -> NDArray[np.int64]:
+def check_tokens(config: ModelConfig, tokens: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
     """Return `tokens` as an int64 array, or raise `ConfigError` for none or for ids outside the vocabulary."""
-    if isinstance(tokens, np.ndarray):
-        tokens = tokens.tolist()
     ids = np.array([operator.index(t) for t in tokens], dtype=np.int64)
     if ids.size == 0:
         raise ConfigError("no tokens were given; a step needs at least one")
     bad = ids[(ids < 0) | (ids >= config.vocab_size)]
     if bad.size:
-        raise ConfigError(f"token {bad[0]} is outside the vocabulary of {config.vocab_size} tokens (0 to {config.vocab_size - 1})")
+        raise ConfigError(
+            f"token {bad[0]} is outside the vocabulary of {config.vocab_size} tokens (0 to {config.vocab_size - 1})"
+        )
     return ids
 
 

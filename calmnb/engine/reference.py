@@ -64,10 +64,12 @@ def rotate(x: Array, table: Array) -> Array:
 def activation(x: Array, kind: str) -> Array:
     """SiLU, or the tanh form of GELU."""
     if kind == "gelu":
-        return np.float32(0.5) * x * (1 + np.tanh(np.float32(0.797885) * (x + np.float32(0.044715) * x * x * x)))
+        gelu: Array = np.float32(0.5) * x * (1 + np.tanh(np.float32(0.797885) * (x + np.float32(0.044715) * x * x * x)))
+        return gelu
     # exp overflows to infinity below -88, where x / infinity is the right limit, -0.
     with np.errstate(over="ignore"):
-        return x / (1 + np.exp(-x))
+        silu: Array = x / (1 + np.exp(-x))
+    return silu
 
 
 def choose_experts(gate: Array, k: int) -> tuple[NDArray[np.int64], Array]:
@@ -126,12 +128,14 @@ class ReferenceEngine:
 
     def step(self, token: int, pos: int) -> Array:
         """Decode one token; see `calmnb.engine.Engine.step`."""
-        return self._run([token], pos, "decode", False)[-1]
+        logits: Array = self._run([token], pos, "decode", False)[-1]
+        return logits
 
     def prefill(self, tokens: Sequence[int], pos: int = 0, *, all_logits: bool = False) -> Array:
         """Feed several tokens; see `calmnb.engine.Engine.prefill`."""
         logits = self._run(tokens, pos, "prefill", all_logits)
-        return logits if all_logits else logits[-1]
+        last: Array = logits[-1]
+        return logits if all_logits else last
 
     def reset(self) -> None:
         """Forget the sequence, so that the next position is 0."""

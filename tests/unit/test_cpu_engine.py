@@ -232,7 +232,7 @@ def test_cache_stores_round_to_nearest_even_and_saturate(kv_dtype: str) -> None:
             cpu_ops.store_rounded(kind, out, i, values[i])
 
     rng = np.random.default_rng(0)
-    exact = np.arange(1 << 15, dtype=np.uint16).view(np.float16)[: 0x7C00].astype(np.float32)
+    exact = np.arange(1 << 15, dtype=np.uint16).view(np.float16)[:0x7C00].astype(np.float32)
     ties = (exact[1:] + exact[:-1]) / 2
     values = np.concatenate([exact, ties, np.exp(rng.uniform(-25, 12, 20000)).astype(np.float32), [1e9, 65520.0, 61440.0]])
     values = np.concatenate([values, -values]).astype(np.float32)
@@ -374,6 +374,12 @@ def test_idle_threads_use_no_processor_time(opened: Open) -> None:
     assert time.process_time() - before < 0.1
 
 
+def step_forever(engine: CpuEngine) -> None:
+    while True:
+        for pos in range(50):
+            engine.step(3, pos)
+
+
 def test_an_interrupt_leaves_the_engine_usable(opened: Open) -> None:
     weights = random_weights(WIDE)
     expected = greedy(opened(weights), 5)
@@ -384,10 +390,7 @@ def test_an_interrupt_leaves_the_engine_usable(opened: Open) -> None:
         timer = threading.Timer(delay, lambda: signal.raise_signal(signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            while True:
-                engine.reset()
-                for pos in range(50):
-                    engine.step(3, pos)
+            step_forever(engine)
         timer.join()
     engine.reset()
     assert greedy(engine, 5) == expected
@@ -427,7 +430,9 @@ for pos in range(3):
 fenced.prefill([39] * 20, 3)
 print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2]
+    )
     assert done.stdout.strip() == "fine", f"exit {done.returncode}: {done.stderr[-2000:]}"
 
 
@@ -484,7 +489,10 @@ def test_records_a_batch_as_one_step(opened: Open) -> None:
     engine.prefill([1] * 18)
     engine.recorder = None
     engine.step(1, 18)
-    assert [(s["phase"], s["pos"], s["n"], s["kv_len"]) for s in recording.steps] == [("prefill", 0, 16, 16), ("prefill", 16, 2, 18)]
+    assert [(s["phase"], s["pos"], s["n"], s["kv_len"]) for s in recording.steps] == [
+        ("prefill", 0, 16, 16),
+        ("prefill", 16, 2, 18),
+    ]
     assert all(len(s["starts"]) == len(s["kernels"]) == 12 for s in recording.steps)
 
 

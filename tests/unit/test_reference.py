@@ -27,7 +27,9 @@ class Recording:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
 
-    def add(self, phase: Any, pos: int, kv_len: int, n_tokens: int, kernels: Any, starts: Any, ends: Any, start: float, end: float) -> None:
+    def add(
+        self, phase: Any, pos: int, kv_len: int, n_tokens: int, kernels: Any, starts: Any, ends: Any, start: float, end: float
+    ) -> None:
         self.steps.append(
             {"phase": phase, "pos": pos, "kv_len": kv_len, "n": n_tokens, "kernels": kernels, "starts": starts.copy(),
              "ends": ends.copy(), "start": start, "end": end}
@@ -216,6 +218,12 @@ def test_refuses_a_gap() -> None:
         ReferenceEngine(spec_weights("A")).step(1, 5)
 
 
+def test_starts_over_after_the_cache_has_rolled() -> None:
+    engine = ReferenceEngine(spec_weights("A"), seq_len=4, on_full="roll")
+    fresh = engine.prefill([3, 1, 4, 1, 5, 9])
+    np.testing.assert_array_equal(engine.prefill([3, 1, 4, 1, 5, 9]), fresh)
+
+
 def test_refuses_to_go_back_once_rolled() -> None:
     engine = ReferenceEngine(spec_weights("A"), seq_len=4, on_full="roll")
     engine.prefill([1, 2, 3, 4, 5])
@@ -242,7 +250,9 @@ def test_refuses_to_roll_a_sliding_window() -> None:
         ReferenceEngine(random_weights(SPEC_CONFIG.replace(sliding_window=4)), on_full="roll")
 
 
-@pytest.mark.parametrize(("tokens", "message"), [([], "no tokens"), ([12], "outside the vocabulary"), ([-1], "outside the vocabulary")])
+@pytest.mark.parametrize(
+    ("tokens", "message"), [([], "no tokens"), ([12], "outside the vocabulary"), ([-1], "outside the vocabulary")]
+)
 def test_refuses_tokens_that_are_not(tokens: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReferenceEngine(spec_weights("A")).prefill(tokens)
