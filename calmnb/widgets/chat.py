@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import queue
@@ -23,14 +22,12 @@ import anywidget
 import traitlets
 
 from calmnb.errors import BusyError, CalmnbError, ConfigError
-from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
-from calmnb.profile.recorder import SessionRecorder
 from calmnb.widgets import bridge
 from calmnb.widgets.assets import bundle, static_text
 from calmnb.widgets.conversation import Conversation, explain
-from calmnb.widgets.downloads import make_download
-from calmnb.widgets.panels import LAYER_STAGES
-from calmnb.widgets.transcript import Message, to_html, to_json, to_markdown
+from calmnb.widgets.downloads import export_text, make_download
+from calmnb.widgets.setup import check_text, checked_sampling, describe, peak_of
+from calmnb.widgets.transcript import Message, to_html
 from calmnb.widgets.worker import ModelWorker, Run, adopt, worker_for
 
 __all__ = ["ChatWidget"]
@@ -39,8 +36,6 @@ _log = logging.getLogger("calmnb")
 
 #: New text is sent this often, in seconds.
 FLUSH_S = 0.04
-
-_INFO = ("model", "dtype", "kv_dtype", "engine", "device", "threads", "time_source", "seq_len", "n_params", "model_bytes")
 
 
 class ChatWidget(anywidget.AnyWidget):
@@ -120,7 +115,7 @@ class ChatWidget(anywidget.AnyWidget):
             raise ConfigError(f"peak is {peak}; it must be a bandwidth in GB/s, above 0 (or None to measure it)")
         if height < 160:
             raise ConfigError(f"height is {height}; it must be at least 160 pixels")
-        chosen = _checked_sampling({"max_tokens": max_tokens, "temperature": temperature} | sampling)
+        chosen = checked_sampling({"max_tokens": max_tokens, "temperature": temperature} | sampling)
         self._chat = Conversation()
         self._model: Any = None
         self._peak, self._peak_label = peak, f"{peak:.4g} GB/s (given)" if peak else ""
@@ -273,7 +268,7 @@ class ChatWidget(anywidget.AnyWidget):
             replaced without a new answer.
         text : str
         """
-        _check_text(text)
+        check_text(text)
         with self._chat.lock:
             self._check_ready()
             messages = self.messages
@@ -292,7 +287,7 @@ class ChatWidget(anywidget.AnyWidget):
 
     def configure(self, **options: Any) -> None:
         """Change ``max_tokens`` or sampling options for the following answers; ConfigError if one is out of range."""
-        self.sampling = _checked_sampling(dict(self.sampling) | options)
+        self.sampling = checked_sampling(dict(self.sampling) | options)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write the conversation to `path`; the suffix chooses Markdown (``.md``), ``.json`` or ``.html``.
@@ -360,12 +355,12 @@ class ChatWidget(anywidget.AnyWidget):
             if self._model is None:
                 from calmnb.model import load
 
-                self._show_progress("loading the model", 0.0)
-                model = load(source, progress=self._on_load_progress)
+                self._show_progress("loading the model")
+                model = load(source, progress=self._show_progress)
                 adopt(model, self._worker)
                 self._take_model(model)
             if not self._peak:
-                self._show_progress("measuring the memory bandwidth", None)
+                self._show_progress("measuring the memory bandwidth")
                 self._find_peak()
         except BaseException as error:
             problem = explain(error)
@@ -373,14 +368,8 @@ class ChatWidget(anywidget.AnyWidget):
         else:
             self._post(self._publish_start)
 
-    def _on_load_progress(self, *args: Any) -> None:
-        numbers = [a for a in args if isinstance(a, int | float) and not isinstance(a, bool)]
-        words = next((a for a in args if isinstance(a, str)), "loading the model")
-        share = numbers[0] / numbers[1] if len(numbers) > 1 and numbers[1] else numbers[0] if numbers else None
-        self._show_progress(words, share)
-
-    def _show_progress(self, text: str, share: float | None) -> None:
-        self._post(lambda: self._set(progress={"text": text, "share": share}))
+    def _show_progress(self, text: str) -> None:
+        self._post(lambda: self._set(progress={"text": text}))
 
     def _take_model(self, model: Any) -> None:
         self._model = model
@@ -391,26 +380,15 @@ class ChatWidget(anywidget.AnyWidget):
         chat = self._chat
         assert chat.recorder is not None
         assert chat.panels is not None
-        peak, self._peak_label = _peak_of(chat.recorder)
+        peak, self._peak_label = peak_of(chat.recorder)
         with chat.lock:
             chat.panels.peak_gb_per_s = peak
 
     def _describe(self) -> dict[str, Any]:
-        """What is fixed about the model and the machine, for the browser."""
-        panels, recorder = self._chat.panels, self._chat.recorder
-        assert panels is not None
-        assert recorder is not None
-        return {key: recorder.meta.get(key) for key in _INFO} | {
-            "n_layers": panels.config.n_layers,
-            "peak_gb_per_s": panels.peak_gb_per_s,
-            "peak_label": self._peak_label,
-            "floor_line": panels.floor_line().tolist(),
-            "kv_line": panels.kv_line().tolist(),
-            "kv_full_bytes": panels.config.kv_bytes_per_token(panels.kv_dtype) * panels.seq_len,
-            "static_id": self._static_id,
-            "layer_stages": list(LAYER_STAGES),
-            "stages": {stage: {"label": STAGE_LABELS[stage], "color": color} for stage, color in STAGE_COLORS.items()},
-        }
+        chat = self._chat
+        assert chat.recorder is not None
+        assert chat.panels is not None
+        return describe(chat.recorder.meta, chat.panels, self._peak_label) | {"static_id": self._static_id}
 
     # ---- answering ----------------------------------------------------------------------------------------------------
 
@@ -422,8 +400,8 @@ class ChatWidget(anywidget.AnyWidget):
         self._chat.check_idle()
 
     def _begin(self, text: str, options: Mapping[str, Any]) -> tuple[Run, Message]:
-        _check_text(text)
-        chosen = _checked_sampling(dict(self.sampling) | dict(options))
+        check_text(text)
+        chosen = checked_sampling(dict(self.sampling) | dict(options))
         with self._chat.lock:
             self._check_ready()
             run, answer = self._chat.begin(text)
@@ -567,55 +545,10 @@ class ChatWidget(anywidget.AnyWidget):
 
     def _exported(self, kind: str) -> str:
         with self._chat.lock:
-            messages, info, system = self._chat.messages, self.info, self.system
-            if kind == "md":
-                return to_markdown(messages, info, system)
-            if kind == "json":
-                return to_json(messages, info, system)
-            if kind == "html":
-                body = to_html(messages, info, self.figures, system)
-                return f'<!doctype html><meta charset="utf-8"><title>chat</title><body style="font-family:sans-serif">{body}'
-        raise ConfigError(f"cannot export a chat as {kind!r}; accepted are md, json and html")
-
-
-def _check_text(text: Any) -> None:
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError("the message is empty; say something")
-
-
-def _checked_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    from calmnb.sampler import Sampling
-
-    known = sorted(field.name for field in dataclasses.fields(Sampling))
-    values = {key: value for key, value in options.items() if key != "max_tokens"}
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"unknown option {key!r}; accepted are max_tokens, {', '.join(known)}")
-    max_tokens = options.get("max_tokens", 512)
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise ConfigError(f"max_tokens is {max_tokens!r}; it must be a whole number, at least 1")
-    chosen = Sampling(**values)
-    return {"max_tokens": max_tokens} | {name: getattr(chosen, name) for name in known}
+            return export_text(kind, self._chat.messages, self.info, self.figures, self.system)
 
 
 def _answer(run: Run, message: Message) -> str:
     if run.error is not None:
         raise run.error
     return message.content
-
-
-def _peak_of(recorder: SessionRecorder) -> tuple[float | None, str]:
-    """Memory peak that `recorder`'s model can reach, in GB/s, and how to name it; the session's metadata keeps it too."""
-    from calmnb.profile.bandwidth import known_bandwidth, measure_bandwidth
-
-    meta = recorder.meta
-    peaks = meta.setdefault("peaks", {})
-    if "measured" not in peaks and meta.get("engine") != "cuda":
-        threads = max(int(meta.get("threads") or 0), 1)
-        with contextlib.suppress(CalmnbError):
-            peaks["measured"] = (known_bandwidth(threads) or measure_bandwidth(threads)).as_peak()
-    for kind, words in (("measured", "measured"), ("datasheet", "data sheet")):
-        if peaks.get(kind):
-            peak = float(peaks[kind]["gb_per_s"])
-            return peak, f"{peak:.4g} GB/s ({words})"
-    return None, ""

@@ -175,9 +175,10 @@ class Conversation:
         with self.lock:
             if run is not self.run:
                 return None
+            tokens = run.take()  # before the steps, so that each token's step has been read
             points = self.read_steps()
             message = self.messages[-1]
-            pieces, rows = self._take_tokens(run, message)
+            pieces, rows = self._add_tokens(run, message, tokens)
             if not pieces and (points is None or not len(points)):
                 return None
             self.seq += 1
@@ -191,11 +192,10 @@ class Conversation:
                 buffers.append(self.panels.layers().tobytes())
             return content, buffers
 
-    def _take_tokens(self, run: Run, message: Message) -> tuple[list[str], list[tuple[float, ...]]]:
+    def _add_tokens(self, run: Run, message: Message, tokens: list[Any]) -> tuple[list[str], list[tuple[float, ...]]]:
         pieces: list[str] = []
         rows: list[tuple[float, ...]] = []
-        while run.tokens:
-            token = run.tokens.popleft()
+        for token in tokens:
             ms, rate = self.panels.token_cost(token.pos) if self.panels else (math.nan, math.nan)
             pieces.append(token.text)
             rows.append((utf16_length(token.text), ms, rate, token.pos, token.id))
@@ -214,9 +214,10 @@ class Conversation:
         with self.lock:
             if run is not self.run:
                 return
+            tokens = run.take()
             self.read_steps()
             message = self.messages[-1]
-            self._take_tokens(run, message)
+            self._add_tokens(run, message, tokens)
             if run.text is not None:
                 message.content = run.text  # differs by text held back as a possible stop string, or dropped as one
             _settle(message, run)

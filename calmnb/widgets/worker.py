@@ -73,6 +73,10 @@ class Run:
         if generation is not None:
             generation.cancel()
 
+    def take(self) -> list[Any]:
+        """Remove and return the tokens that nobody has taken yet."""
+        return [self.tokens.popleft() for _ in range(len(self.tokens))]
+
     def execute(self, start: Callable[[], Any]) -> None:
         """Compute the run in the calling thread: ``start()`` returns the generation to drain.
 

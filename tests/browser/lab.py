@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -61,6 +60,9 @@ def jupyter_lab(folder: Path) -> Iterator[str]:
     quiet = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     quiet.parent.mkdir(parents=True, exist_ok=True)
     quiet.write_text('{"fetchNews": "false", "checkForUpdates": false}')
+    whole = home / "settings" / "@jupyterlab" / "notebook-extension" / "tracker.jupyterlab-settings"
+    whole.parent.mkdir(parents=True, exist_ok=True)
+    whole.write_text('{"windowingMode": "none"}')  # cells out of sight are in the page too
     with (home / "log.txt").open("w") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True)
         try:
@@ -140,15 +142,11 @@ class Notebook:
     def run_all(self, timeout: float = 240) -> None:
         """Run every cell and wait until each has its number."""
         self.command("notebook:run-all-cells", wait=False)
-        cells = self.page.locator(".jp-CodeCell")
-        deadline = time.monotonic() + timeout
-        pattern = re.compile(r"\[\d+\]:")
-        while time.monotonic() < deadline:
-            prompts = cells.locator(".jp-InputArea-prompt").all_inner_texts()
-            if prompts and all(pattern.search(text) for text in prompts):
-                return
-            self.page.wait_for_timeout(200)
-        raise TimeoutError(f"cells did not finish within {timeout} s: {prompts}")
+        self.page.wait_for_function(
+            """() => [...window.jupyterapp.shell.currentWidget.content.model.cells]
+            .every((cell) => cell.type !== 'code' || cell.executionCount !== null)""",
+            timeout=timeout * 1000,
+        )
 
     def command(self, name: str, *, wait: bool = True) -> None:
         """Execute a JupyterLab command."""

@@ -222,7 +222,7 @@ export class PointChart extends Chart {
     const { xi, yi, style, xLabel, yLabel } = this.options;
     const values = this.data.map((row) => row[yi]);
     const refs = this.lines.flatMap((line) => line.points.map((p) => p[1]));
-    const yMax = Math.max(quantile(values, 0.98) * 1.25, ...refs.map((v) => v * 1.12), 1e-6);
+    const yMax = Math.max(quantile(values, 0.97) * 1.25, ...refs.map((v) => v * 1.12), 1e-6);
     let last = 0;
     for (const row of this.data) last = Math.max(last, row[xi]);
     const xMax = this.xMax || last || this.options.xEmpty;
