@@ -285,14 +285,16 @@ def collect_spec() -> KernelSpec:
 
 
 def all_specs() -> list[KernelSpec]:
-    """Every specialisation worth compiling in a test: formats, head sizes, head groups, cache types."""
+    """Specialisations worth compiling in a test: formats, head sizes, head groups, cache types, both forms of attention."""
+    from calmnb.engine.cuda_prefill import prefill_specs
+
     specs = [KernelSpec("embed", "embed.cu", (("FORMAT", f),)) for f in _FORMATS.values()]
     specs += [*sample_specs(), sinks_spec(), collect_spec()]
     specs += [KernelSpec(name, "cache.cu") for name in ("fill_random", "weight_peak", "read_bytes")]
     for (head_dim, per_kv), kv_dtype in itertools.product(
-        ((16, 2), (32, 1), (64, 1), (64, 3), (64, 4), (80, 1), (96, 1), (128, 1), (128, 4), (128, 7), (128, 8), (256, 8)),
-        ("fp16", "fp8"),
+        ((16, 2), (64, 3), (64, 4), (80, 1), (100, 4), (128, 1), (128, 4), (128, 8), (256, 8)), ("fp16", "fp8")
     ):
         config = ModelConfig("llama", "fp16", 64, 64, head_dim, 1, per_kv, 1, 32)
-        specs += [plan_attention(config, kv_dtype, 132, short=short).spec for short in (False, True)]
-    return specs
+        forms = (False, True) if (head_dim, per_kv) in ((64, 4), (128, 4), (256, 8)) else (False,)
+        specs += [plan_attention(config, kv_dtype, 132, short=short).spec for short in forms]
+    return specs + prefill_specs()
