@@ -140,7 +140,7 @@ class CpuEngine:
         with self._lock:
             state, self._state = self._state, None
             if state is not None:
-                state.stop()
+                state.close()
 
     @contextmanager
     def _running(self) -> Iterator[CpuState]:

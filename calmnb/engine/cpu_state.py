@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,9 @@ class CpuState:
         ]
         for worker in self._workers:
             worker.start()
+        # Threads of batches work one by one on tiles of their own, each through a context of its own.
+        self._solo = [self._solo_context(t) for t in range(threads)]
+        self._pool: ThreadPoolExecutor | None = None
         # The workers only know addresses: this keeps the memory alive until they have returned.
         self.stop = weakref.finalize(self, _stop, entry, self.context, sync, self._workers, self._keep)
 
@@ -113,6 +117,37 @@ class CpuState:
         for i, argument in enumerate(arguments):
             self.context[k.A0 + i] = argument
         self._entry(self._address, 0)
+
+    def run_alone(self, thread: int, job: int, *arguments: int) -> None:
+        """Run one job on the calling thread only, as thread number `thread` of `spread`."""
+        context = self._solo[thread]
+        context[k.JOB] = job
+        context[k.A0 : k.A0 + len(arguments)] = arguments
+        self._entry(address_of(context), 0)
+
+    def spread(self, task: Callable[[int], None]) -> None:
+        """Call ``task(thread)`` on every thread and wait for all of them, also when interrupted."""
+        if self._pool is None and self.threads > 1:
+            self._pool = ThreadPoolExecutor(self.threads - 1, thread_name_prefix="calmnb-batch")
+        futures = [self._pool.submit(task, t) for t in range(1, self.threads)] if self._pool else []
+        try:
+            task(0)
+        finally:
+            wait(futures)
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """End all threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        self.stop()
+
+    def _solo_context(self, thread: int) -> NDArray[np.int64]:
+        context = self.context.copy()
+        context[k.THREADS] = 1
+        context[k.PRIVATE] += thread * context[k.PRIVATE_SIZE]
+        return context
 
     def layer_address(self, index: int) -> int:
         """Address of a layer's row in the layer table."""

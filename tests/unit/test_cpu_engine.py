@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from calmnb.engine import cpu as cpu_module
 from calmnb.engine import open_engine
 from calmnb.engine.base import Weights
 from calmnb.engine.cpu import CpuEngine
+from calmnb.engine.cpu_blas import one_blas_thread
 from calmnb.engine.reference import ReferenceEngine
 from calmnb.errors import BusyError, ConfigError, ContextError
 from tests.engine_models import SPEC, SPEC_CONFIG, random_weights, spec_weights
@@ -357,6 +359,28 @@ def test_closing_twice_is_harmless_and_ends_the_threads() -> None:
         engine.step(3, 0)
 
 
+def test_threads_of_a_batch_end_with_the_engine() -> None:
+    before = threading.active_count()
+    engine = CpuEngine(random_weights(WIDE), threads=3)
+    engine.prefill([1] * 20)
+    assert threading.active_count() == before + 4
+    engine.close()
+    assert threading.active_count() == before
+
+
+def blas_threads() -> set[int]:
+    return {pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_blas_is_held_to_one_thread_until_the_last_batch_is_done() -> None:
+    before = blas_threads()
+    with one_blas_thread():
+        with one_blas_thread():
+            assert blas_threads() == {1}
+        assert blas_threads() == {1}
+    assert blas_threads() == before
+
+
 def test_a_forgotten_engine_ends_its_threads() -> None:
     before = threading.active_count()
     engine = CpuEngine(spec_weights("A"), threads=3)
@@ -407,6 +431,7 @@ def test_reads_nothing_past_the_end_of_a_matrix(dtype: Any, sizes: tuple[int, in
     code = f"""
 import ctypes, mmap, numpy as np
 from calmnb.engine.cpu import CpuEngine
+from calmnb.engine.cpu_blas import one_blas_thread
 from calmnb.engine.base import Weights
 from tests.engine_models import random_weights
 from tests.unit.test_cpu_engine import WIDE
