@@ -6,8 +6,6 @@ the plans, and everything that touches the GPU goes through `cuda_device`.
 
 from __future__ import annotations
 
-import ctypes
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,30 +16,36 @@ from numpy.typing import NDArray
 
 from calmnb.config import KvDtype, ModelConfig
 from calmnb.engine.base import EngineInfo, FullPolicy, Kernel, Phase, Recorder, Weights
-from calmnb.engine.cuda_device import CudaDevice, Gpu, Launch
+from calmnb.engine.cuda_device import CudaDevice, Gpu
+from calmnb.engine.cuda_graphs import KernelSet, StepGraphs, step_specs
 from calmnb.engine.cuda_memory import MemoryPlan
-from calmnb.engine.cuda_ops import HOST_RING, STATE_WORDS, HostToken, SampleParams, embed_grid, state_words
+from calmnb.engine.cuda_ops import HOST_RING, STATE_WORDS, HostToken, embed_grid, history_row, sample_params, state_words
 from calmnb.engine.cuda_prefill import CHUNK, PrefillArgs, can_prefill, prefill_layout, run_logits, run_prefill, run_resume
 from calmnb.engine.cuda_program import (
     HOST_RING_BYTES,
     Ending,
     StepProgram,
     activation_layout,
-    build_program,
     cache_bytes,
     make_plans,
 )
-from calmnb.engine.cuda_stamps import StampRing
-from calmnb.engine.cuda_weights import Layout, Region, UploadProgress, random_regions, upload, weight_regions
+from calmnb.engine.cuda_weights import (
+    Layout,
+    Region,
+    UploadProgress,
+    fill_random,
+    fill_regions,
+    find_wide,
+    random_regions,
+    upload,
+    weight_regions,
+)
 from calmnb.engine.positions import Positions, check_kv_dtype, check_tokens
 from calmnb.errors import CalmnbError, ConfigError, DeviceError
-from calmnb.kernels import CompiledKernel, KernelSpec, compile_all
 from calmnb.sampler import Sampling
 
 __all__ = ["CudaEngine", "Decoded", "open_cuda_engine"]
 
-#: Half products of two weights and two activations stay in range below this weight (cuda_matvec's wide kernel beyond).
-_WIDE_FROM = 256.0
 #: Steps queued beyond the token the caller has: enough to hide the host, few enough to stop within a moment.
 _AHEAD = 8
 _PROMPT_STATES = 256
@@ -116,10 +120,7 @@ class CudaEngine:
         self._gpu: Gpu = gpu if gpu is not None else CudaDevice()
         self._closed = False
         self.info = EngineInfo("cuda", self._gpu.name, 0, "stamps")
-        self._compiled: dict[KernelSpec, CompiledKernel] = {}
-        self._graphs: dict[tuple[Ending, bool, bool], Callable[[], None]] = {}
-        self._programs: dict[tuple[Ending, bool, bool], StepProgram] = {}
-        self._stamps: StampRing | None = None
+        self._kernels = KernelSet(self._gpu.arch)
         self._attention = dict(attention or {})
         try:
             self._open(regions, progress, upload_progress)
@@ -152,7 +153,10 @@ class CudaEngine:
             kv_dtype=self.kv_dtype,
             bytes_per_token=config.kv_bytes_per_token(self.kv_dtype),
         )
-        self._compile_step(progress)
+        specs = step_specs(self._plans)
+        if progress is not None:
+            progress(f"compiling {len(specs)} CUDA kernels for {gpu.arch} (kept for the next time)")
+        self._kernels.add(specs)
         self._weights = weights_layout.at(gpu.allocate(weights_layout.nbytes))
         self._cache = gpu.allocate(self.memory_plan.cache)
         self._states = gpu.pinned(_PROMPT_STATES * STATE_WORDS * 4).view(np.int32).reshape(_PROMPT_STATES, STATE_WORDS)
@@ -164,13 +168,14 @@ class CudaEngine:
         if regions and regions[0].arrays:
             upload(gpu, regions, self._weights, progress=upload_progress)
         else:
-            self._fill(regions)
-        wide = self._wide_regions(regions)
+            fill_regions(gpu, self._kernels, regions, self._weights, config.dim)
+        wide = find_wide(gpu, self._kernels, regions, self._weights)
         if wide:
             self._plans = self._make_plans(wide)
             work_layout = activation_layout(self._plans)
         self._work = work_layout.at(gpu.allocate(work_layout.nbytes))
         self._scratch = scratch_layout.at(gpu.allocate(scratch_layout.nbytes)) if scratch_layout.nbytes else {}
+        self._steps = StepGraphs(gpu, self._plans, self._kernels, self._weights, self._work, self._cache, self._ring_address)
         frequencies = np.ascontiguousarray(config.rope_frequencies()[0], dtype=np.float64)
         if frequencies.size:
             self._put(self._work["frequencies"], frequencies.view(np.uint8))
@@ -217,10 +222,7 @@ class CudaEngine:
         if self._closed:
             return
         self._closed = True
-        self._graphs.clear()
-        self._programs.clear()
-        self._stamps = None
-        for name in ("_states", "_small", "_logits", "_ring"):
+        for name in ("_steps", "_states", "_small", "_logits", "_ring"):
             self.__dict__.pop(name, None)
         self._gpu.close()
 
@@ -285,10 +287,10 @@ class CudaEngine:
         ending: Ending = "greedy" if s.is_greedy else "draw"
         stamped = self.recorder is not None
         for at in (pos, pos + max(n, 1) - 1):  # captured before the clock runs
-            self._graph(ending, stamped, at)
-        self._put(self._work["params"], np.frombuffer(bytes(_params(s, rng_state, ids)), np.uint8))
+            self._steps.prepare(ending, stamped, at)
+        self._put(self._work["params"], np.frombuffer(bytes(sample_params(s, rng_state, ids)), np.uint8))
         if s.repetition_penalty != 1.0 and s.repetition_range != 0:
-            self._put_history(history, pos)
+            self._put(self._work["history"], history_row(history, pos, self.seq_len).view(np.uint8))
         self._put(self._work["state"], np.array(state_words(token, pos, self.seq_len), np.int32).view(np.uint8))
         for entry in self._ring:
             entry.step = 0
@@ -301,7 +303,7 @@ class CudaEngine:
                 reach = i + 1 if pos + launched >= self.seq_len else min(n, i + 1 + ahead)
                 if launched < reach:
                     while launched < reach and (launched <= i or pos + launched < self.seq_len):
-                        self._graph(ending, stamped, pos + launched)()
+                        self._steps.run(ending, stamped, pos + launched)
                         launched += 1
                     last_event = self._gpu.mark()
                 entry = self._await(i, last_event)
@@ -318,8 +320,8 @@ class CudaEngine:
             if not self._closed:
                 self._gpu.use()
                 self._gpu.wait()
-                if self._stamps is not None:
-                    self._stamps.skip()
+                if self._steps.stamps is not None:
+                    self._steps.stamps.skip()
 
     def _await(self, index: int, event: Any) -> HostToken:
         """Wait for token `index` of this run: spin briefly, then doze; the GPU has more steps queued meanwhile."""
@@ -347,29 +349,21 @@ class CudaEngine:
         if n > self.seq_len:
             raise ConfigError(f"{n} cached positions were asked for; the cache has {self.seq_len}")
         self._gpu.use()
-        kernel = self._compile(KernelSpec("fill_random", "cache.cu"))
         bits = 16 if self.kv_dtype == "fp16" else 8
-        args = (
-            ctypes.c_uint64(self._cache),
-            ctypes.c_int64(self.memory_plan.cache // 4),
-            ctypes.c_uint32(99),
-            ctypes.c_int32(bits),
-            ctypes.c_float(1.0),
-        )
-        self._gpu.launch([Launch(kernel, (self._gpu.sm_count * 8, 1), 256, 0, args, dependent=False)])
+        fill_random(self._gpu, self._kernels, self._cache, self.memory_plan.cache, seed=99, bits=bits, scale=1.0)
         self._gpu.wait()
         self._positions.end = n
 
     def time_graph(self, pos: int, n: int) -> float:
         """Seconds a step, of `n` greedy steps from `pos` queued back to back: the GPU's own time, without the loop."""
         self._enter(pos, 1)
-        self._graph("greedy", False, pos)
-        self._put(self._work["params"], np.frombuffer(bytes(_params(Sampling(), 1, self.config.vocab_size)), np.uint8))
+        self._steps.prepare("greedy", False, pos)
+        self._put(self._work["params"], np.frombuffer(bytes(sample_params(Sampling(), 1, self.config.vocab_size)), np.uint8))
         self._put(self._work["state"], np.array(state_words(1, pos, self.seq_len), np.int32).view(np.uint8))
 
         def queue() -> None:
             for i in range(n):
-                self._graph("greedy", False, pos + i)()
+                self._steps.run("greedy", False, pos + i)
 
         return self._gpu.time_call(queue) / n
 
@@ -390,7 +384,7 @@ class CudaEngine:
                 self._gpu.wait()  # the page-locked states are about to be written again
             self._states[slot] = state_words(token, pos + i, self.seq_len)
             self._gpu.to_device(self._work["state"], self._states[slot].view(np.uint8))
-            self._graph(last if i == len(ids) - 1 else "none", stamped, pos + i)()
+            self._steps.run(last if i == len(ids) - 1 else "none", stamped, pos + i)
             if stamped:
                 self._gpu.wait()
                 self._record(phase, pos + i)
@@ -416,12 +410,12 @@ class CudaEngine:
                 events.append(gpu.mark())
 
         started = time.perf_counter()
-        run_prefill(gpu, self._compile, a, n, pos, done)
+        run_prefill(gpu, self._kernels, a, n, pos, done)
         if rows is not None:
-            run_logits(gpu, self._compile, a, rows)
+            run_logits(gpu, self._kernels, a, rows)
         elif last:
             blocks = embed_grid(self.config) - 1
-            run_resume(gpu, self._compile, a, n - 1, blocks)
+            run_resume(gpu, self._kernels, a, n - 1, blocks)
             logits = self.program("logits").launches[-1]
             args = type(logits.args[0]).from_buffer_copy(logits.args[0])
             args.n_part = blocks
@@ -439,70 +433,14 @@ class CudaEngine:
         return self._logits.view(np.float32)[: self.config.vocab_size]
 
     def _record(self, phase: Phase, pos: int) -> None:
-        if self.recorder is None or self._stamps is None:
+        stamps = self._steps.stamps
+        if self.recorder is None or stamps is None:
             return
-        self._stamps.forward(self.recorder, phase, pos, self._positions.length(pos))
-
-    def _graph(self, ending: Ending, stamped: bool, pos: int) -> Callable[[], None]:
-        key = (ending, stamped, self._plans.is_short(pos))
-        graph = self._graphs.get(key)
-        if graph is None:
-            program = self.program(ending, stamped=stamped, short=key[2])
-            graph = self._graphs[key] = self._gpu.capture(program.launches)
-            if stamped:
-                assert self._stamps is not None
-                kernels = program.kernels
-
-                def run_stamped(inner: Callable[[], None] = graph) -> None:
-                    assert self._stamps is not None
-                    self._stamps.begin(kernels)
-                    inner()
-
-                graph = self._graphs[key] = run_stamped
-        return graph
+        stamps.forward(self.recorder, phase, pos, self._positions.length(pos))
 
     def program(self, ending: Ending, *, stamped: bool = False, short: bool = False) -> StepProgram:
         """List the launches of a step that ends in `ending`."""
-        key = (ending, stamped, short)
-        if key not in self._programs:
-            if stamped and self._stamps is None:
-                self._stamps = StampRing(self._gpu, n_kernels=8 * self.config.n_layers + 16)
-            places = self._stamps.places() if stamped and self._stamps is not None else {}
-            self._programs[key] = build_program(
-                self._plans,
-                self._compile,
-                self._weights,
-                self._work,
-                self._cache,
-                ending,
-                short=short,
-                host_ring=self._ring_address,
-                **places,
-            )
-        return self._programs[key]
-
-    def _compile(self, spec: KernelSpec) -> CompiledKernel:
-        if spec not in self._compiled:
-            self._compiled.update(compile_all([spec], self._gpu.arch))
-        return self._compiled[spec]
-
-    def _compile_step(self, progress: Callable[[str], None] | None) -> None:
-        """Compile what every step needs, several kernels at a time."""
-        wanted: dict[KernelSpec, None] = {}
-        plans = self._plans
-
-        def note(spec: KernelSpec) -> Any:
-            wanted[spec] = None
-            return None
-
-        zero = _Zeros()
-        endings: tuple[Ending, ...] = ("logits", "draw")
-        for ending in endings:
-            for short in (False, True):
-                build_program(plans, note, zero, zero, 0, ending, short=short)
-        if progress is not None:
-            progress(f"compiling {len(wanted)} CUDA kernels for {self._gpu.arch} (kept for the next time)")
-        self._compiled.update(compile_all(wanted, self._gpu.arch))
+        return self._steps.program(ending, stamped=stamped, short=short)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -512,84 +450,6 @@ class CudaEngine:
         staged[:] = data.reshape(-1)
         self._gpu.to_device(address, staged)
         self._gpu.wait()
-
-    def _put_history(self, history: Sequence[int], pos: int) -> None:
-        """Lay the sequence out by position, as the sampling kernel reads it."""
-        size = self.seq_len
-        row = np.zeros(size, np.int32)
-        known = list(history)[-min(len(history), size) :]
-        for back, token in enumerate(reversed(known)):
-            if pos - back >= 0:
-                row[(pos - back) % size] = token
-        self._put(self._work["history"], row.view(np.uint8))
-
-    def _fill(self, regions: Sequence[Region]) -> None:
-        """Random weights: matrices uniform around 0 with the spread that keeps activations level, norms near 1."""
-        kernel = self._compile(KernelSpec("fill_random", "cache.cu"))
-        scales = {16: 1.0, 8: 1.0, 4: 0.6, 32: 1.0}
-        launches = []
-        for seed, region in enumerate(regions, start=1):
-            scale = scales[region.bits] * math.sqrt(3.0 / self.config.dim)
-            args = (
-                ctypes.c_uint64(self._weights[region.name]),
-                ctypes.c_int64(region.nbytes // 4),
-                ctypes.c_uint32(seed),
-                ctypes.c_int32(region.bits),
-                ctypes.c_float(scale),
-            )
-            launches.append(Launch(kernel, (self._gpu.sm_count * 8, 1), 256, 0, args, dependent=False))
-        self._gpu.launch(launches)
-        self._gpu.wait()
-
-    def _wide_regions(self, regions: Sequence[Region]) -> frozenset[str]:
-        """Matrices with weights so large that products in half precision could overflow."""
-        matrices = [r for r in regions if r.bits != 32]
-        kernel = self._compile(KernelSpec("weight_peak", "cache.cu"))
-        peaks = self._gpu.allocate(4 * len(matrices))
-        launches = []
-        for i, region in enumerate(matrices):
-            args = (
-                ctypes.c_uint64(self._weights[region.name]),
-                ctypes.c_int64(region.nbytes // 4),
-                ctypes.c_int32(region.bits),
-                ctypes.c_uint64(peaks + 4 * i),
-            )
-            launches.append(Launch(kernel, (self._gpu.sm_count * 8, 1), 256, 0, args, dependent=False))
-        self._gpu.launch(launches)
-        staged = self._small[: 4 * len(matrices)]
-        self._gpu.to_host(staged, peaks)
-        self._gpu.wait()
-        self._gpu.release(peaks)
-        found = staged.view(np.float32)
-        return frozenset(r.name for r, peak in zip(matrices, found, strict=True) if not peak < _WIDE_FROM)
-
-
-class _Zeros(dict[str, int]):
-    """Addresses for a program that is only listed, never run."""
-
-    def __missing__(self, key: str) -> int:
-        return 0
-
-    def get(self, key: str, default: int | None = None) -> int:  # type: ignore[override]
-        return 0
-
-
-def _params(s: Sampling, rng_state: int, n_ids: int) -> SampleParams:
-    """Sampling settings as the kernels read them; the arithmetic is the sampler's, in float32."""
-    t = np.float32(s.temperature)
-    offset = float(np.float32(math.log(s.min_p)) * t) if s.min_p > 0 else -math.inf
-    return SampleParams(
-        temperature=float(t),
-        inverse_temperature=0.0,
-        penalty=s.repetition_penalty,
-        min_p_offset=offset,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        greedy=int(s.is_greedy),
-        n_ids=n_ids,
-        penalty_range=s.repetition_range if s.repetition_penalty != 1.0 else 0,
-        rng=rng_state,
-    )
 
 
 def open_cuda_engine(

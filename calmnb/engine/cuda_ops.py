@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from calmnb.config import DTYPE_BITS, ModelConfig
 from calmnb.errors import UnsupportedError
 from calmnb.kernels import KernelSpec
+from calmnb.sampler import Sampling
 
 __all__ = [
     "HOST_RING",
@@ -30,7 +36,9 @@ __all__ = [
     "collect_spec",
     "embed_grid",
     "embed_spec",
+    "history_row",
     "plan_attention",
+    "sample_params",
     "sample_specs",
     "sinks_spec",
     "state_words",
@@ -127,6 +135,24 @@ class CollectArgs(ctypes.Structure):
     _fields_ = [*[(n, _POINTER) for n in ("stamps", "ring", "serial", "state")], *[(n, _INT) for n in ("n", "rows", "stride")]]
 
 
+def sample_params(s: Sampling, rng_state: int, n_ids: int) -> SampleParams:
+    """Sampling settings as the kernels read them; the arithmetic is the sampler's, in float32."""
+    t = np.float32(s.temperature)
+    offset = float(np.float32(math.log(s.min_p)) * t) if s.min_p > 0 else -math.inf
+    return SampleParams(
+        temperature=float(t),
+        inverse_temperature=0.0,
+        penalty=s.repetition_penalty,
+        min_p_offset=offset,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        greedy=int(s.is_greedy),
+        n_ids=n_ids,
+        penalty_range=s.repetition_range if s.repetition_penalty != 1.0 else 0,
+        rng=rng_state,
+    )
+
+
 def state_words(token: int, pos: int, seq_len: int, *, step: int = 0) -> list[int]:
     """Step state for `token` at `pos`: what `advance_state` in kernels/state.cuh computes on the device.
 
@@ -139,6 +165,22 @@ def state_words(token: int, pos: int, seq_len: int, *, step: int = 0) -> list[in
     slot = sinks + (pos - sinks) % (seq_len - sinks)
     words = [token, pos, slot, min(pos + 1, seq_len), sinks, step, seq_len]
     return words + [0] * (STATE_WORDS - len(words))
+
+
+def history_row(history: Sequence[int], pos: int, size: int) -> NDArray[np.int32]:
+    """Lay a sequence that ends at `pos` out as the sampling kernel reads it: position p in place p modulo `size`.
+
+    Examples
+    --------
+    >>> history_row([10, 11, 12, 13, 14, 15], 5, 4).tolist()
+    [14, 15, 12, 13]
+    """
+    row = np.zeros(size, np.int32)
+    known = list(history)[-min(len(history), size) :]
+    for back, token in enumerate(reversed(known)):
+        if pos - back >= 0:
+            row[(pos - back) % size] = token
+    return row
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ before any is taken. Rows stay as the file stores them; q, k and v lie one after
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,13 +17,29 @@ from numpy.typing import NDArray
 
 from calmnb.config import DTYPE_BITS, ModelConfig
 from calmnb.engine.base import Weights
-from calmnb.engine.cuda_device import Gpu
+from calmnb.engine.cuda_device import Gpu, Launch
+from calmnb.kernels import CompiledKernel, KernelSpec
 
-__all__ = ["ALIGNMENT", "Layout", "Region", "random_regions", "upload", "weight_regions"]
+__all__ = [
+    "ALIGNMENT",
+    "Layout",
+    "Region",
+    "fill_random",
+    "fill_regions",
+    "find_wide",
+    "random_regions",
+    "upload",
+    "weight_regions",
+]
 
 ALIGNMENT = 256
 #: One thread copies from a mapped file at 3-6 GB/s; a few reach what the memory gives.
 _COPY_THREADS = 4
+
+Compile = Callable[[KernelSpec], CompiledKernel]
+
+#: Half products of two weights and two activations stay in range below this weight; beyond, the wide kernel is used.
+_WIDE_FROM = 256.0
 
 #: Called with bytes done, bytes in all, and the name of the tensor at hand.
 UploadProgress = Callable[[int, int, str], None]
@@ -171,3 +189,43 @@ def _copy(pool: Executor, target: NDArray[np.uint8], source: NDArray[np.uint8]) 
     cuts = range(0, source.nbytes, step)
     for _ in pool.map(lambda at: np.copyto(target[at : at + step], source[at : at + step]), cuts):
         pass
+
+
+def fill_random(gpu: Gpu, kernels: Compile, address: int, nbytes: int, *, seed: int, bits: int, scale: float) -> None:
+    """Queue random numbers into device memory, uniform within +-`scale` (bits 32: near 1); see kernels/cache.cu."""
+    args = (
+        ctypes.c_uint64(address), ctypes.c_int64(nbytes // 4), ctypes.c_uint32(seed), ctypes.c_int32(bits), ctypes.c_float(scale),
+    )  # fmt: skip
+    kernel = kernels(KernelSpec("fill_random", "cache.cu"))
+    gpu.launch([Launch(kernel, (gpu.sm_count * 8, 1), 256, 0, args, dependent=False)])
+
+
+def fill_regions(gpu: Gpu, kernels: Compile, regions: Sequence[Region], addresses: dict[str, int], dim: int) -> None:
+    """Random weights of zero mean, with the spread that keeps activations level; norms near 1."""
+    for seed, region in enumerate(regions, start=1):
+        scale = (0.6 if region.bits == 4 else 1.0) * math.sqrt(3.0 / dim)
+        fill_random(gpu, kernels, addresses[region.name], region.nbytes, seed=seed, bits=region.bits, scale=scale)
+    gpu.wait()
+
+
+def find_wide(gpu: Gpu, kernels: Compile, regions: Sequence[Region], addresses: dict[str, int]) -> frozenset[str]:
+    """Names of matrices with weights so large that products in half precision could overflow."""
+    matrices = [r for r in regions if r.bits != 32]
+    kernel = kernels(KernelSpec("weight_peak", "cache.cu"))
+    peaks = gpu.allocate(4 * len(matrices))
+    staged = gpu.pinned(4 * len(matrices))
+    launches = []
+    for i, region in enumerate(matrices):
+        args = (
+            ctypes.c_uint64(addresses[region.name]), ctypes.c_int64(region.nbytes // 4), ctypes.c_int32(region.bits),
+            ctypes.c_uint64(peaks + 4 * i),
+        )  # fmt: skip
+        launches.append(Launch(kernel, (gpu.sm_count * 8, 1), 256, 0, args, dependent=False))
+    gpu.launch(launches)
+    gpu.to_host(staged, peaks)
+    gpu.wait()
+    found = staged.view(np.float32)
+    wide = frozenset(r.name for r, peak in zip(matrices, found, strict=True) if not peak < _WIDE_FROM)
+    gpu.release(peaks)
+    gpu.release(staged.ctypes.data)
+    return wide

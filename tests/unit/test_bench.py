@@ -13,7 +13,7 @@ import pytest
 
 from calmnb.bench import BenchRow, append_results, bench, format_rows
 from calmnb.config import ModelConfig
-from calmnb.engine import cuda
+from calmnb.engine import cuda_graphs
 from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
 from calmnb.errors import ConfigError
 from calmnb.kernels import CompiledKernel, KernelSpec, Resources
@@ -90,7 +90,7 @@ def test_a_shape_runs_on_the_gpu_at_each_context(monkeypatch: pytest.MonkeyPatch
         return {s: CompiledKernel(s, arch, b"", Resources(32, 0, 0, 0), "", True) for s in specs}
 
     small = ModelConfig("llama", "gf4", 64, 128, 16, 2, 4, 2, 96, rotary_dim=16)
-    monkeypatch.setattr(cuda, "compile_all", compile_all)
+    monkeypatch.setattr(cuda_graphs, "compile_all", compile_all)
     monkeypatch.setattr("calmnb.bench.shape_config", lambda name, dtype: small.replace(dtype=dtype))
     rows = bench("mistral-7b", dtype="fp8", contexts=(0, 300), runs=2, tokens=5, measured_peak=1.0, gpu=gpu)
     assert [(r.context, r.dtype, r.engine, r.tokens) for r in rows] == [(0, "fp8", "cuda", 5), (300, "fp8", "cuda", 5)]

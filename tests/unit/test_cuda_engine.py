@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calmnb.config import ModelConfig
-from calmnb.engine import cuda, cuda_ops, cuda_prefill
+from calmnb.engine import cuda, cuda_graphs, cuda_ops, cuda_prefill
 from calmnb.engine.cuda_memory import RESERVE, MemoryPlan
 from calmnb.engine.cuda_ops import plan_attention, state_words
 from calmnb.engine.cuda_program import StepProgram
@@ -37,7 +37,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_all(specs: Any, arch: str) -> dict[KernelSpec, CompiledKernel]:
         return {s: CompiledKernel(s, arch, b"", Resources(32, 0, 0, 0), "", True) for s in specs}
 
-    monkeypatch.setattr(cuda, "compile_all", compile_all)
+    monkeypatch.setattr(cuda_graphs, "compile_all", compile_all)
 
 
 def open_engine(config: ModelConfig = CONFIG, gpu: FakeGpu | None = None, **options: Any) -> cuda.CudaEngine:
@@ -374,11 +374,13 @@ def test_sampling_settings_reach_the_device() -> None:
     assert p.min_p_offset == pytest.approx(np.log(0.25) * 0.5)
 
 
-def test_history_is_laid_out_by_position() -> None:
-    engine = open_engine(gpu=FakeGpu(), seq_len=4, on_full="roll")
-    engine._put_history([10, 11, 12, 13, 14, 15], 5)
-    history = (ctypes.c_int32 * 4).from_address(engine._work["history"])
-    assert list(history) == [14, 15, 12, 13]
+def test_penalty_sees_the_history_by_position() -> None:
+    gpu = sampling_gpu()
+    engine = open_engine(gpu=gpu, seq_len=8)
+    engine._positions.end = 3
+    list(engine.decode_many(13, 3, 1, sampling=Sampling(repetition_penalty=1.2), history=[10, 11, 12, 13]))
+    history = (ctypes.c_int32 * 8).from_address(engine._work["history"])
+    assert list(history)[:4] == [10, 11, 12, 13]
 
 
 # -- closing ----------------------------------------------------------------------------------------------------------

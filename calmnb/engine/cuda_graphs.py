@@ -1,0 +1,129 @@
+"""Compiled kernels, step programs and their graphs, each made once and when first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from calmnb.engine.cuda_device import Gpu
+from calmnb.engine.cuda_program import Ending, Plans, StepProgram, build_program
+from calmnb.engine.cuda_stamps import StampRing
+from calmnb.kernels import CompiledKernel, KernelSpec, compile_all
+
+__all__ = ["KernelSet", "StepGraphs", "step_specs"]
+
+
+class KernelSet:
+    """Kernels of one architecture, compiled at first use."""
+
+    def __init__(self, arch: str) -> None:
+        self._arch = arch
+        self._compiled: dict[KernelSpec, CompiledKernel] = {}
+
+    def __call__(self, spec: KernelSpec) -> CompiledKernel:
+        """Return the compiled kernel."""
+        if spec not in self._compiled:
+            self.add([spec])
+        return self._compiled[spec]
+
+    def add(self, specs: Iterable[KernelSpec]) -> None:
+        """Compile several, a few at a time."""
+        self._compiled.update(compile_all([s for s in specs if s not in self._compiled], self._arch))
+
+
+def step_specs(plans: Plans) -> list[KernelSpec]:
+    """List what every step of a model needs."""
+    wanted: dict[KernelSpec, None] = {}
+
+    def note(spec: KernelSpec) -> Any:
+        wanted[spec] = None
+
+    nowhere = _Nowhere()
+    endings: tuple[Ending, ...] = ("logits", "draw")
+    for ending in endings:
+        for short in (False, True):
+            build_program(plans, note, nowhere, nowhere, 0, ending, short=short)
+    return list(wanted)
+
+
+class _Nowhere(dict[str, int]):
+    """Addresses for a program that is only listed, never run."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+    def get(self, key: str, default: int | None = None) -> int:  # type: ignore[override]
+        return 0
+
+
+class StepGraphs:
+    """The graphs of one engine.
+
+    Parameters
+    ----------
+    gpu, plans, kernels
+        Device, geometry and compiled kernels.
+    weights, work, cache, host_ring
+        Where everything lies; see `build_program`.
+    """
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        plans: Plans,
+        kernels: KernelSet,
+        weights: Mapping[str, int],
+        work: Mapping[str, int],
+        cache: int,
+        host_ring: int,
+    ) -> None:
+        self._gpu = gpu
+        self._plans = plans
+        self._kernels = kernels
+        self._weights, self._work, self._cache, self._host_ring = weights, work, cache, host_ring
+        self._programs: dict[tuple[Ending, bool, bool], StepProgram] = {}
+        self._graphs: dict[tuple[Ending, bool, bool], Callable[[], None]] = {}
+        self.stamps: StampRing | None = None
+
+    def program(self, ending: Ending, *, stamped: bool = False, short: bool = False) -> StepProgram:
+        """List the launches of a step that ends in `ending`."""
+        key = (ending, stamped, short)
+        if key not in self._programs:
+            if stamped and self.stamps is None:
+                self.stamps = StampRing(self._gpu, n_kernels=8 * self._plans.config.n_layers + 16)
+            places = self.stamps.places() if stamped and self.stamps is not None else {}
+            self._programs[key] = build_program(
+                self._plans,
+                self._kernels,
+                self._weights,
+                self._work,
+                self._cache,
+                ending,
+                short=short,
+                host_ring=self._host_ring,
+                **places,
+            )
+        return self._programs[key]
+
+    def prepare(self, ending: Ending, stamped: bool, pos: int) -> Callable[[], None]:
+        """Return what queues the step at `pos`, capturing its graph if there is none yet."""
+        key = (ending, stamped, self._plans.is_short(pos))
+        if key not in self._graphs:
+            program = self.program(ending, stamped=stamped, short=key[2])
+            graph = self._gpu.capture(program.launches)
+            self._graphs[key] = self._noted(graph, program) if stamped else graph
+        return self._graphs[key]
+
+    def run(self, ending: Ending, stamped: bool, pos: int) -> None:
+        """Queue the step at `pos`."""
+        self.prepare(ending, stamped, pos)()
+
+    def _noted(self, graph: Callable[[], None], program: StepProgram) -> Callable[[], None]:
+        stamps = self.stamps
+        assert stamps is not None
+
+        def run() -> None:
+            stamps.begin(program.kernels)
+            graph()
+
+        return run
