@@ -194,7 +194,8 @@ def _copy(pool: Executor, target: NDArray[np.uint8], source: NDArray[np.uint8]) 
 def fill_random(gpu: Gpu, kernels: Compile, address: int, nbytes: int, *, seed: int, bits: int, scale: float) -> None:
     """Queue random numbers into device memory, uniform within +-`scale` (bits 32: near 1); see kernels/cache.cu."""
     args = (
-        ctypes.c_uint64(address), ctypes.c_int64(nbytes // 4), ctypes.c_uint32(seed), ctypes.c_int32(bits), ctypes.c_float(scale),
+        ctypes.c_uint64(address), ctypes.c_int64(nbytes // 4), ctypes.c_uint32(seed), ctypes.c_int32(bits),
+        ctypes.c_float(scale),
     )  # fmt: skip
     kernel = kernels(KernelSpec("fill_random", "cache.cu"))
     gpu.launch([Launch(kernel, (gpu.sm_count * 8, 1), 256, 0, args, dependent=False)])

@@ -469,3 +469,29 @@ def test_experts_share_the_plans_of_their_kernels() -> None:
 def test_too_many_experts_a_token_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="up to 64"):
         open_engine(CONFIG.replace(n_experts=70, n_experts_active=65))
+
+
+# -- the whole way from a file ----------------------------------------------------------------------------------------
+
+
+def test_a_model_generates_on_the_gpu(spec_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import calmnb
+
+    gpu = FakeGpu()
+
+    def run(launches: Any) -> None:
+        if any(one.kernel.name.startswith("sample") for one in launches):
+            deliver(launches, lambda pos: 1 + pos % 7)
+
+    gpu.on_run = run
+    monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "")
+    monkeypatch.setattr(cuda, "CudaDevice", lambda **options: gpu)
+    with calmnb.load(spec_model("A"), device="auto", seq_len=40) as model:
+        assert model.engine.info.engine == "cuda"
+        first = [t.id for t in model.generate([1, 2, 3], max_tokens=6, stop_ids=())]
+        # The first token is chosen from the prompt's logits (all zero here); then the device chooses.
+        assert first == [0] + [1 + pos % 7 for pos in range(4, 9)]
+        answer = model.generate([1, 2, 3, *first[:3], 5], max_tokens=4, stop_ids=())
+        assert [t.id for t in answer] == [0] + [1 + pos % 7 for pos in range(8, 11)]
+        assert answer.n_reused == 6
+    assert gpu.closed
