@@ -44,6 +44,10 @@
 #define HOLD 0
 #endif
 
+#ifndef SINGLE  // 1: the short form, where one block takes all positions of its heads
+#define SINGLE 0
+#endif
+
 constexpr int kThreads = 32 * WARPS;
 constexpr int kItem = KV_FP8 ? 1 : 2;
 constexpr int kDim = (HEAD_DIM + 15) / 16 * 16;  // padded with zeros to whole fragments
@@ -54,6 +58,9 @@ constexpr int kRowPieces = kRowBytes / PIECE;
 constexpr int kTokens = 16;
 constexpr int kTileBytes = kTokens * kPitch;
 constexpr int kWarpBytes = STAGES * 2 * kTileBytes;
+// The short form sits beside two blocks of weight kernels: with more than 128 registers it would not fit and would wait
+// (E5M2 with 128 channels spills at 128).
+constexpr int kMinBlocks = !SINGLE || kDim > 128 ? 1 : (KV_FP8 && kDim > 96 ? 384 : 512) / kThreads;
 static_assert(HEADS <= 8 && kRowBytes % PIECE == 0 && HEAD_DIM % 2 == 0, "heads or rows");
 
 struct AttentionArgs {
@@ -92,7 +99,7 @@ DEVICE void split_pair(float x, float y, u32& high, u32& low) {
   low = pack_half2(x - back.x, y - back.y);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ AttentionArgs a) {
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(16) u8 ring[];
   pdl_trigger();
   u64 begun = 0;
@@ -103,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) attention(const __grid
   const int first = a.window > 0 && len > a.window ? len - a.window : 0;
   const int visible = len - first;
   // Not rounded to whole tiles: every block should have work, for one that leaves at once unbalances what follows.
-  const int chunk = visible <= a.single ? visible : max((visible + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), a.min_chunk);
-  const int active = (visible + chunk - 1) / chunk;
+  const int chunk = SINGLE || visible <= a.single ? visible : max((visible + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), a.min_chunk);
+  const int active = SINGLE ? 1 : (visible + chunk - 1) / chunk;
   const int split = blockIdx.x;
   if (split >= active) {
     if (HOLD) pdl_wait();

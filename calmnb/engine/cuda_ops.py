@@ -287,6 +287,7 @@ def plan_attention(
         ("WARPS", warps),
         ("STAGES", stages),
         *((("HOLD", 1),) if hold else ()),
+        *((("SINGLE", 1),) if short else ()),
     )
     return AttentionPlan(
         KernelSpec("attention", "attention.cu", defines),
