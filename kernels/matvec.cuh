@@ -49,7 +49,6 @@ struct MatvecArgs {
   u64* stamp;
   int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active;
   float eps, clip, q_scale, in_scale;
-  u32 zero;  // 0, which the compiler cannot know: keeps constants in registers
 };
 
 enum Norm { NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2 };
@@ -85,7 +84,6 @@ constexpr int TILE_BATCHES = (K_TILE + BATCH - 1) / BATCH;
 constexpr int TILE_ROWS = TILE_BATCHES * BATCH;  // rows between two combines
 constexpr int SLOT_BYTES = RS * NC * T * 16;
 constexpr int RING_BYTES = WIDE ? 0 : S * SLOT_BYTES;
-constexpr int X_REGS = NC * Q::X_REGS;
 static_assert(WARPS % WK == 0 && RB % RS == 0, "groups and stages must divide");
 
 
@@ -130,18 +128,12 @@ DEVICE void choose_experts(const MatvecArgs& a, int* ids, float* weights) {
 
 // Activations of one lane, and what undoes their scaling.
 struct LaneX {
-  u32 x[X_REGS];
+  u32 x[NC][Q::X_STRIDE];
   float undo;
 };
 
 DEVICE u32 pack_half2(float a, float b) { return as_u32(__floats2half2_rn(a, b)); }
-
-// Power of two that brings `exponent_field` (half's) to 17, values up to 8: small ones keep their bits, and 8 products
-// with |w| < 256 stay finite.
-DEVICE int shift_for(int exponent_field) {
-  const int k = 17 - exponent_field;
-  return k > 15 ? 15 : k;
-}
+DEVICE float pow2(int e) { return __uint_as_float((u32)(127 + e) << 23); }
 
 template <int NORM> DEVICE float4 load_x_float4(const MatvecArgs& a, const float* x32, int chunk, int i, int n_chunks, float mean) {
   float4 v = {0.f, 0.f, 0.f, 0.f};
@@ -165,16 +157,21 @@ template <int NORM> DEVICE void load_x_float(LaneX& l, const MatvecArgs& a, cons
     const float4 v = load_x_float4<NORM>(a, x32, chunk0 + j / FOURS * WK * 32, j % FOURS * 4, n_chunks, mean);
     most = fmaxf(most, fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   }
-  int e = (int)(__float_as_uint(most) >> 23) - 127;                // most in [2^e, 2^(e+1))
+  int e = (int)(__float_as_uint(most) >> 23) - 127;  // most in [2^e, 2^(e+1))
   e = e < -100 ? -100 : e > 124 ? 124 : e;
-  const float scale = __uint_as_float((u32)(127 + 2 - e) << 23);   // to [4, 8)
-  l.undo = __uint_as_float((u32)(127 - 2 + e) << 23);
+  const float scale = pow2(Q::X_EXPONENT - e);
+  l.undo = pow2(e - Q::X_EXPONENT);
 #pragma unroll 1
   for (int j = 0; j < NC * FOURS; j++) {
     const float4 v = load_x_float4<NORM>(a, x32, chunk0 + j / FOURS * WK * 32, j % FOURS * 4, n_chunks, mean);
     const u32 lo = pack_half2(v.x * scale, v.y * scale), hi = pack_half2(v.z * scale, v.w * scale);
 #pragma unroll
-    for (int i = 0; i < X_REGS; i += 2) l.x[i] = 2 * j == i ? lo : l.x[i], l.x[i + 1] = 2 * j == i ? hi : l.x[i + 1];
+    for (int c = 0; c < NC; c++)
+#pragma unroll
+      for (int i = 0; i < FOURS; i++) {
+        const bool here = j == c * FOURS + i;
+        l.x[c][2 * i] = here ? lo : l.x[c][2 * i], l.x[c][2 * i + 1] = here ? hi : l.x[c][2 * i + 1];
+      }
   }
 }
 
@@ -187,34 +184,40 @@ DEVICE void load_x(LaneX& l, const __half* x16, int chunk0, int n_chunks) {
     for (int i = 0; i < Q::X_REGS; i += 4) {
       uint4 v = {0, 0, 0, 0};
       if (EXACT || chunk < n_chunks) v = ld_v4(x16 + (size_t)chunk * Q::PER_CHUNK + 2 * i);
-      l.x[c * Q::X_REGS + i] = v.x, l.x[c * Q::X_REGS + i + 1] = v.y;
-      l.x[c * Q::X_REGS + i + 2] = v.z, l.x[c * Q::X_REGS + i + 3] = v.w;
+      l.x[c][i] = v.x, l.x[c][i + 1] = v.y, l.x[c][i + 2] = v.z, l.x[c][i + 3] = v.w;
     }
   }
 }
 
-// Scales what load_x read to [4, 8) at most, and puts it in the order of Quant::dot.
+// Scales what load_x read, so that the largest is below 2^(X_EXPONENT + 1): small activations keep their bits, and
+// products with |w| < 256 stay finite. Then puts it in the order of Quant::dot.
 template <int NORM> DEVICE void prepare_x(LaneX& l, const MatvecArgs& a, const float* x32, int chunk0, int n_chunks, float mean) {
+  int late = 0;
   if (NORM == NORM_LAYER) {
     load_x_float<NORM>(l, a, x32, chunk0, n_chunks, mean);
   } else {
-    __half2 most = __habs2(as_half2(l.x[0]));
+    __half2 most = __habs2(as_half2(l.x[0][0]));
 #pragma unroll
-    for (int i = 1; i < X_REGS; i++) most = __hmax2(most, __habs2(as_half2(l.x[i])));
+    for (int c = 0; c < NC; c++)
+#pragma unroll
+      for (int i = 0; i < Q::X_REGS; i++) most = __hmax2(most, __habs2(as_half2(l.x[c][i])));
     const u16 bits = __half_as_ushort(__hmax(__low2half(most), __high2half(most)));
     if (bits >= 0x7C00 && x32 != nullptr) {  // a massive activation: take the floats (rare)
       load_x_float<NORM>(l, a, x32, chunk0, n_chunks, 0.f);
     } else {
-      const int k = shift_for(bits >> 10);
-      const u32 scale = (u32)(15 + k) << 10;
+      const int k = min(Q::X_EXPONENT + 15 - (bits >> 10), 15), now = max(k, -14);  // half has 2^-14 ... 2^15
+      late = k - now;
+      const u32 scale = (u32)(15 + now) << 10;
       const __half2 scale2 = as_half2(scale | scale << 16);
 #pragma unroll
-      for (int i = 0; i < X_REGS; i++) l.x[i] = as_u32(__hmul2(as_half2(l.x[i]), scale2));
+      for (int c = 0; c < NC; c++)
+#pragma unroll
+        for (int i = 0; i < Q::X_REGS; i++) l.x[c][i] = as_u32(__hmul2(as_half2(l.x[c][i]), scale2));
       l.undo = __uint_as_float(((u32)(254 - k) << 23) - __float_as_uint(a.in_scale));  // 2^-k / in_scale, both powers of 2
     }
   }
 #pragma unroll
-  for (int c = 0; c < NC; c++) Q::arrange(*reinterpret_cast<u32(*)[Q::X_REGS]>(&l.x[c * Q::X_REGS]));
+  for (int c = 0; c < NC; c++) Q::arrange(l.x[c], late);
 }
 
 // One activation as float, for the WIDE path.
@@ -225,6 +228,7 @@ template <int NORM> DEVICE float wide_x(const MatvecArgs& a, size_t i, float mea
 
 // The kernel body. `Rows` says where local row r of this block's range lies and what to do with finished rows:
 //   const u8* row(int r, int pass)          address of its weights (valid for r < n)
+//   EVEN, size_t step()                     whether rows r and r + GROUPS always lie step() bytes apart
 //   void constants()                        before pdl_wait: read what no kernel writes (bias, norm weights)
 //   void begin()                            after pdl_wait, before the products: read what finish() needs
 //   void finish(int r0, int n, float scale, sum)  sum(r) * scale is row r0 + r; by all threads, after a barrier
@@ -253,19 +257,25 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
   const int chunk0 = kw * 32 + lane;
   const u32 ring = smem_addr(shared) + threadIdx.x * 16;
   // Rows past the end are not loaded: whatever their slot holds, no one reads their sum. Lanes past the end of a row
-  // keep zeros in their slots.
+  // keep zeros in their slots. `next` walks the rows of this group where they lie evenly.
+  const int group_rows = (n - group + GROUPS - 1) / GROUPS;
+  const u8* next = rows.row(Rows::EVEN ? group : 0, 0) + chunk0 * 16;
+  const size_t step = rows.step();
+  int asked = 0;
   auto issue = [&](int stage, u32 slot) {
     const int pass = K_MOE == 2 ? stage / pass_stages : 0;
 #pragma unroll
     for (int i = 0; i < RS; i++) {
-      const int r = ((stage - pass * pass_stages) * RS + i) * GROUPS + group;
-      if (r < n) {
-        const u8* p = rows.row(r, pass) + chunk0 * 16;
+      const int j = Rows::EVEN ? asked + i : (stage - pass * pass_stages) * RS + i;
+      if (j < group_rows) {
+        const u8* const p = Rows::EVEN ? next : rows.row(j * GROUPS + group, pass) + chunk0 * 16;
 #pragma unroll
         for (int c = 0; c < NC; c++)
           if (EXACT || chunk0 + c * WK * 32 < n_chunks) cp_async16(slot + (i * NC + c) * T * 16, p + c * WK * 512);
       }
+      next += step;
     }
+    asked += RS;
   };
   if (!EXACT) {
 #pragma unroll
@@ -329,7 +339,6 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
     }
   }
 #if !K_WIDE
-  const auto k = Q::constants(a.zero);
   prepare_x<NORM>(l, a, a.x32, chunk0, n_chunks, mean);
 #endif
 #if defined(K_TRACE) && !K_WIDE
@@ -377,7 +386,7 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
         for (int i = 0; i < RS; i++) {
           float v = 0.f;
 #pragma unroll
-          for (int c = 0; c < NC; c++) v += Q::dot(lds_v4(slot + (i * NC + c) * T * 16), l.x + c * Q::X_REGS, k);
+          for (int c = 0; c < NC; c++) v += Q::dot(lds_v4(slot + (i * NC + c) * T * 16), l.x[c]);
           acc[s * RS + i] = v * l.undo;
         }
         if (stage + S < n_stages) issue(stage + S, slot);

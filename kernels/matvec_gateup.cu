@@ -19,6 +19,8 @@ struct GateUpRows {
   int first;  // first unit
   size_t row_bytes;
 
+  static constexpr bool EVEN = !K_MOE && GROUPS % 2 == 0;
+  DEVICE size_t step() const { return GROUPS / 2 * row_bytes; }
   DEVICE const u8* row(int r, int) const {
     size_t at = first + r / 2;
 #if K_MOE

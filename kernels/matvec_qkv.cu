@@ -22,6 +22,8 @@ struct QkvRows {
   float2 turn;
   int slot;
 
+  static constexpr bool EVEN = true;
+  DEVICE size_t step() const { return GROUPS * row_bytes; }
   DEVICE const u8* row(int r, int) const { return a.w0 + (first + r) * row_bytes; }
   DEVICE Target target(int row) const {
     Target t;

@@ -13,6 +13,8 @@ struct ResidualRows {
   float res, g;
   float s, ss;
 
+  static constexpr bool EVEN = !K_MOE;
+  DEVICE size_t step() const { return GROUPS * row_bytes; }
   DEVICE const u8* row(int r, int pass) const {
     size_t at = first + r;
 #if K_MOE

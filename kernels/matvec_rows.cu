@@ -13,6 +13,8 @@ struct PlainRows {
   float top;
   int at;
 
+  static constexpr bool EVEN = true;
+  DEVICE size_t step() const { return GROUPS * row_bytes; }
   DEVICE const u8* row(int r, int pass) const { return a.w0 + (first + r) * row_bytes; }
   DEVICE void constants() {}
   DEVICE void begin() { top = -INFINITY, at = 0x7FFFFFFF; }

@@ -7,7 +7,7 @@
 //
 // Fast path (`dot`): two weights at a time in half2 inside the 16 bytes, float beyond. Activations come as half2 in
 // the order `arrange` gives them. Instructions for 16 bytes of one row: fp16 4 HFMA2, fp8 8 PRMT + 8 HFMA2,
-// gf4 12 PRMT + 16 LOP3 + 36 HFMA2 (+ 4 to reach float).
+// gf4 12 PRMT + 16 LOP3 + 24 HFMA2 (+ 4 to reach float).
 // Slow path (`weight_at`): one weight as float, any alignment; also the plain statement of each format.
 #pragma once
 #include "common.cuh"
@@ -21,11 +21,11 @@ DEVICE u32 as_u32(__half2 v) { return *reinterpret_cast<u32*>(&v); }
 DEVICE float sum2(__half2 v) { return __low2float(v) + __high2float(v); }
 template <> struct Quant<FP16> {
   static constexpr int PER_CHUNK = 8;  // weights in 16 bytes
-  static constexpr int X_REGS = 4;     // half2 of activations for them
-  struct Constants {};
-  static DEVICE Constants constants(u32) { return {}; }
-  static DEVICE void arrange(u32 (&x)[X_REGS]) {}
-  static DEVICE float dot(uint4 w, const u32* x, const Constants&) {
+  static constexpr int X_REGS = 4;      // half2 of activations for them
+  static constexpr int X_STRIDE = 4;    // registers they take once arranged
+  static constexpr int X_EXPONENT = 2;  // the largest activation of a lane is scaled to [2^2, 2^3)
+  static DEVICE void arrange(u32*, int) {}
+  static DEVICE float dot(uint4 w, const u32* x) {
     __half2 s = __hmul2(as_half2(w.x), as_half2(x[0]));
     s = __hfma2(as_half2(w.y), as_half2(x[1]), s);
     s = __hfma2(as_half2(w.z), as_half2(x[2]), s);
@@ -37,11 +37,10 @@ template <> struct Quant<FP16> {
 
 template <> struct Quant<FP8> {
   static constexpr int PER_CHUNK = 16;
-  static constexpr int X_REGS = 8;
-  struct Constants {};
-  static DEVICE Constants constants(u32) { return {}; }
-  static DEVICE void arrange(u32 (&x)[X_REGS]) {}
-  static DEVICE float dot(uint4 w, const u32* x, const Constants&) {
+  static constexpr int X_REGS = 8, X_STRIDE = 8;
+  static constexpr int X_EXPONENT = 2;  // activations are scaled to [4, 8) at most
+  static DEVICE void arrange(u32*, int) {}
+  static DEVICE float dot(uint4 w, const u32* x) {
     const u32 words[4] = {w.x, w.y, w.z, w.w};
     __half2 s = __half2half2(__ushort_as_half(0));
 #pragma unroll
@@ -60,46 +59,42 @@ template <> struct Quant<FP8> {
 template <> struct Quant<GF4> {
   static constexpr int PER_CHUNK = 32;
   static constexpr int X_REGS = 16;
-  // A masked code sits at bit p of a half; with the bits of 1024 under it the half reads 1024 + c 2^p, and one
-  // HFMA2 by -2^-p / 4 takes it to (c - 4) / -4, exactly.
-  // HFMA2 takes one constant as an immediate. The others go through `zero`, a kernel argument: the assembler would
-  // otherwise rebuild them in front of every use (101 instead of 85 instructions for 32 weights).
-  struct Constants {
-    u32 magic, factor0, factor1, factor2, factor3;
-  };
+  static constexpr int X_STRIDE = 20;  // and -4 times the sum of each word's activations
+  static constexpr int X_EXPONENT = -1;
+  // A masked code at bit p of a half is the (sub)normal number c 2^(p - 24): no bias, no shift. Its activation is
+  // multiplied by 2^(15 - p) beforehand, so that every product is c x 2^-9, and the sum of a word starts at
+  // -4 sum(x) 2^-9. 13 instructions a word; decoding to (c - 4) first takes 16.
+  // Pairs of codes that one mask takes out of a word: (0,3) at bits (0,1), (1,4) at (3,4), (2,5) at (6,7), (6,7) at (2,5).
   static __host__ __device__ constexpr u32 pair(u32 lo, u32 hi) { return lo | hi << 16; }
-  static DEVICE Constants constants(u32 zero) {  // factor(p) = -2^-(p+2)
-    return {0x64006400u ^ zero, pair(0xB400, 0xB000) ^ zero, pair(0xA800, 0xA400) ^ zero, pair(0x9C00, 0x9800) ^ zero,
-            pair(0xAC00, 0xA000) ^ zero};
-  }
-  // Pairs of codes that one mask takes out of a word: (0,3) at bits (0,1), (1,4) at (3,4), (2,5) at (6,7), (6,7) at
-  // (2,5).
-  static DEVICE void arrange(u32 (&x)[X_REGS]) {
+  // `late`: power of two (<= 0) that the scaling to [0.5, 1) still lacks.
+  static DEVICE void arrange(u32* x, int late) {
+    const u32 more = (u32)(late * 0x04000400);
+    const u32 f0 = pair(0x7800, 0x7400) + more, f1 = pair(0x6C00, 0x6800) + more, f2 = pair(0x6000, 0x5C00) + more,
+              f3 = pair(0x7000, 0x6400) + more, four = pair(0xA000, 0xA000) + more;  // 2^(15 - p); -2^-7
 #pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      const u32 a = x[i], b = x[i + 1], c = x[i + 2];
-      x[i] = __byte_perm(a, b, 0x7610);      // elements 0, 3
-      x[i + 1] = __byte_perm(a, c, 0x5432);  // 1, 4
-      x[i + 2] = __byte_perm(b, c, 0x7610);  // 2, 5
+    for (int i = 0; i < 4; i++) {
+      const u32 a = x[4 * i], b = x[4 * i + 1], c = x[4 * i + 2];
+      const __half2 e03 = as_half2(__byte_perm(a, b, 0x7610)), e14 = as_half2(__byte_perm(a, c, 0x5432)),
+                    e25 = as_half2(__byte_perm(b, c, 0x7610)), e67 = as_half2(x[4 * i + 3]);
+      x[16 + i] = as_u32(__hmul2(__hadd2(__hadd2(e03, e14), __hadd2(e25, e67)), as_half2(four)));
+      x[4 * i] = as_u32(__hmul2(e03, as_half2(f0)));
+      x[4 * i + 1] = as_u32(__hmul2(e14, as_half2(f1)));
+      x[4 * i + 2] = as_u32(__hmul2(e25, as_half2(f2)));
+      x[4 * i + 3] = as_u32(__hmul2(e67, as_half2(f3)));
     }
   }
-  static DEVICE __half2 scaled(u32 u, u32 mask, const Constants& k, u32 factor, u32 bias) {
-    u32 v;
-    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(v) : "r"(u), "r"(mask), "r"(k.magic));  // (u & mask) | magic
-    return __hfma2(as_half2(v), as_half2(factor), as_half2(bias));
-  }
-  static DEVICE float dot(uint4 w, const u32* x, const Constants& k) {
+  static DEVICE float dot(uint4 w, const u32* x) {
     const u32 words[4] = {w.x, w.y, w.z, w.w};
     __half2 total;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const u32 u = __byte_perm(words[i], 0, 0x3221), v = __byte_perm(words[i], 0, 0x4343);
-      // bias(p) = (1024 2^-p + 4) / 4: p = 0: 257, 1: 129, 2: 65, 3: 33, 4: 17, 5: 9, 6: 5, 7: 3
-      __half2 s = __hmul2(scaled(u, 0x000E0007, k, k.factor0, pair(0x5C04, 0x5808)), as_half2(x[4 * i]));
-      s = __hfma2(scaled(u, 0x00700038, k, k.factor1, pair(0x5020, 0x4C40)), as_half2(x[4 * i + 1]), s);
-      s = __hfma2(scaled(u, 0x038001C0, k, k.factor2, pair(0x4500, 0x4200)), as_half2(x[4 * i + 2]), s);
-      s = __hfma2(scaled(v, 0x00E0001C, k, k.factor3, pair(0x5410, 0x4880)), as_half2(x[4 * i + 3]), s);
-      const __half2 scale = as_half2(__byte_perm(words[i], 0, 0x0404));
+      __half2 s = __hfma2(as_half2(u & 0x000E0007), as_half2(x[4 * i]), as_half2(x[16 + i]));
+      s = __hfma2(as_half2(u & 0x00700038), as_half2(x[4 * i + 1]), s);
+      s = __hfma2(as_half2(u & 0x038001C0), as_half2(x[4 * i + 2]), s);
+      s = __hfma2(as_half2(v & 0x00E0001C), as_half2(x[4 * i + 3]), s);
+      // -1/4 of the format times 2^9 of the products: -128, finite for |s| < 512.
+      const __half2 scale = __hmul2(as_half2(__byte_perm(words[i], 0, 0x0404)), as_half2(0xD800D800));  // -128
       total = i == 0 ? __hmul2(s, scale) : __hfma2(s, scale, total);
     }
     return sum2(total);

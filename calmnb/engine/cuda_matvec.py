@@ -45,7 +45,6 @@ class MatvecArgs(ctypes.Structure):
             "rows", "cols", "n_part", "q_dim", "kv_dim", "head_dim", "rotary_dim", "seq_len", "n_experts", "n_active",
         )),
         *((name, ctypes.c_float) for name in ("eps", "clip", "q_scale", "in_scale")),
-        ("zero", ctypes.c_uint32),
     )  # fmt: skip
 
 
@@ -161,12 +160,12 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
             *_, warps, chunks, groups = min(options)
             if kind == "gateup" and dtype == "gf4" and device.has_pdl and warps * groups == 8:
                 groups *= 2  # the longest kernel of the format that computes most: 16 warps
-            batch = 8 if dtype == "gf4" and kind != "qkv" else 4
-            ring_kb = 92 if chunks * groups * warps >= 48 else 80  # three slots of a wide fp16 row
-            geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=ring_kb, batch=batch)
+            ring_kb = 64 if dtype == "gf4" else 92
+            geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=ring_kb, batch=4 if dtype == "fp16" else 8)
             if kind == "logits" or not device.has_pdl:
                 geometry = replace(geometry, blocks_per_sm=2)
-            return geometry if dtype == "gf4" else replace(geometry, pace=2)
+            # Short rows mean short kernels: their ring fills one slot at a time, out of the running kernel's way.
+            return replace(geometry, pace=2 if n_chunks >= 256 and dtype != "gf4" else 1)
     return None
 
 
@@ -187,6 +186,8 @@ def fill_geometry(
     # Each quarter of a multiprocessor has 512 registers for every lane. Neighbours must fit together, or a kernel's
     # blocks wait for each other and pile up: qkv and down beside attention (128), gateup (16 warps) beside down.
     registers = 80 if threads <= 256 else 72 if threads <= 384 else 56 if threads < 512 else 72
+    if device.shared_per_sm < 200 * 1024:  # no ring of a neighbour fits beside this one's anyway
+        registers = max(registers, 96 if threads <= 256 else 72)
     return Geometry(threads, warps, chunks, batch, stage_rows, stages, max_registers=registers)
 
 
@@ -252,6 +253,8 @@ def plan_matvec(
         "K_STAGE_ROWS": g.stage_rows, "K_STAGES": g.stages, "K_PACE": min(g.pace, g.stages), "K_TILE": tile,
         "K_MAX_REGISTERS": g.max_registers,
     }  # fmt: skip
+    if moe:  # never beside a waiting neighbour: more registers hurt no one
+        defines["K_MAX_REGISTERS"] = max(g.max_registers, 96)
     if is_wide:
         defines["K_WIDE"] = 1
     elif cols * DTYPE_BITS[dtype] // 128 == 32 * g.warps_per_row * g.chunks:

@@ -9,8 +9,9 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-# Half activations and half2 sums of 16 bytes: 2^-11 a rounding, a few of them in quadrature.
-TOLERANCE = 2e-3
+# Half activations and half2 sums of 16 bytes: a few roundings of 2^-11 in quadrature. gf4 sums codes 0..7 and takes 4
+# times the sum of x off, which doubles what is rounded; gate times up adds two such errors.
+TOLERANCE = {"fp16": 2e-3, "fp8": 2e-3, "gf4": 3e-3}
 KV_TOLERANCE = {"fp16": 2e-3, "fp8": 0.09}  # E5M2 has a 2-bit mantissa: 1/8 at worst, ~0.07 rms
 DTYPES = ("fp16", "fp8", "gf4")
 
@@ -28,7 +29,7 @@ def verify(gpu: Any, kind: str, dtype: str, rows: int, cols: int, **options: Any
     case = MatvecCase(gpu, kind, dtype, rows, cols, **options)
     first = case.run()
     for name, error in case.errors(first).items():
-        limit = KV_TOLERANCE[case.kv_dtype] if name in ("kcache", "vcache") else TOLERANCE
+        limit = KV_TOLERANCE[case.kv_dtype] if name in ("kcache", "vcache") else TOLERANCE[dtype]
         assert error < limit, f"{kind} {dtype} {rows}x{cols} {options}: {name} is off by {error:.2e} (limit {limit})"
     for pdl in (True, False):
         again = case.run(pdl=pdl)

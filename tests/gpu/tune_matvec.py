@@ -287,8 +287,8 @@ def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[
     # Whole-step settings first: how deep the rings are, how fast they fill.
     starts = []
     for batch in (4, 8):
-        for ring_kb in (64, 80, 92):
-            for pace in (1, 2, 12):
+        for ring_kb in (64, 92):
+            for pace in (1, 2):
                 choice = {k: replace(refit(k, g, ring_kb=ring_kb, batch=batch), pace=pace) for k, g in best.items()}
                 starts.append((f"batch {batch} ring {ring_kb} pace {pace}", choice))
     compile_all([chain.plan(k, g).spec for _, choice in starts for k, g in choice.items()], device.arch)
@@ -345,10 +345,10 @@ def descend(chain: Chain, quick: bool, starts_only: bool = False) -> tuple[dict[
         groups = g.threads // 32 // g.warps_per_row
         rings = [
             like(fill_geometry(rows, g.warps_per_row, g.chunks, groups, device, stage_kb=kb, ring_kb=ring_kb, batch=batch))
-            for kb in (8, 16) for ring_kb in (80, 92) for batch in (2, 4, 8)
+            for kb in (8, 16, 32) for ring_kb in (64, 92) for batch in (4, 8)
         ]  # fmt: skip
         attempt(kind, rings, "ring")
-        attempt(kind, [replace(best[kind], pace=p) for p in (1, 2, 3, best[kind].stages)], "pace")
+        attempt(kind, [replace(best[kind], pace=p) for p in (1, 2)], "pace")
     return plans_of(best), base, log
 
 

@@ -1,0 +1,93 @@
+"""The kernel cache: hits, misses, damage, and a key that covers every header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from calmnb import kernels
+from calmnb.errors import CalmnbError, DeviceError
+from calmnb.kernels import KernelSpec, compile_kernel, kernels_dir
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+
+SOURCE = """
+#include "scale.cuh"
+extern "C" __global__ void scaled(float* x) { x[threadIdx.x] *= SCALE * FACTOR; }
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A kernels folder of our own."""
+    sources = tmp_path / "kernels"
+    sources.mkdir()
+    (sources / "scaled.cu").write_text(SOURCE)
+    (sources / "scale.cuh").write_text("#define SCALE 2.f\n")
+    monkeypatch.setattr(kernels, "kernels_dir", lambda: sources)
+    kernels._sources.cache_clear()
+    yield sources  # type: ignore[misc]
+    kernels._sources.cache_clear()
+
+
+SPEC = KernelSpec("scaled", "scaled.cu", (("FACTOR", 3),))
+
+
+def test_second_compile_comes_from_the_cache(folder: Path, tmp_path: Path) -> None:
+    first = compile_kernel(SPEC, "sm_90", cache_dir=tmp_path / "cache")
+    second = compile_kernel(SPEC, "sm_90", cache_dir=tmp_path / "cache")
+    assert (first.from_cache, second.from_cache) == (False, True)
+    assert second.cubin == first.cubin
+    assert second.resources == first.resources
+    assert first.resources.registers > 0
+
+
+def test_an_edited_header_is_a_miss(folder: Path, tmp_path: Path) -> None:
+    first = compile_kernel(SPEC, "sm_90", cache_dir=tmp_path / "cache")
+    (folder / "scale.cuh").write_text("#define SCALE 5.f\n")
+    kernels._sources.cache_clear()
+    second = compile_kernel(SPEC, "sm_90", cache_dir=tmp_path / "cache")
+    assert not second.from_cache
+    assert second.cubin != first.cubin
+
+
+def test_defines_and_architecture_are_part_of_the_key(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for spec, arch in ((SPEC, "sm_90"), (SPEC.with_defines(FACTOR=4), "sm_90"), (SPEC, "sm_80")):
+        assert not compile_kernel(spec, arch, cache_dir=cache).from_cache
+    assert len(list(cache.glob("*.cubin"))) == 3
+
+
+def test_a_damaged_entry_is_compiled_again(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    good = compile_kernel(SPEC, "sm_90", cache_dir=cache)
+    (entry,) = cache.glob("*.cubin")
+    raw = bytearray(entry.read_bytes())
+    raw[-1] ^= 0xFF
+    entry.write_bytes(raw)
+    again = compile_kernel(SPEC, "sm_90", cache_dir=cache)
+    assert not again.from_cache
+    assert again.cubin == good.cubin
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(folder: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    assert compile_kernel(SPEC, "sm_90", cache_dir=blocked / "cache").cubin
+
+
+def test_sources_are_found_in_a_checkout() -> None:
+    assert (kernels_dir() / "matvec.cuh").is_file()
+
+
+def test_missing_sources_name_the_places_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "calmnb" / "kernels.py"))
+    with pytest.raises(DeviceError, match="_kernels"):
+        kernels_dir()
+
+
+def test_missing_headers_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+    with pytest.raises(CalmnbError, match="pip install"):
+        kernels.cuda_include_dir()
