@@ -80,11 +80,12 @@ S_GENERATION, S_ARRIVED, S_STOP, S_MUTEX, S_COND, SYNC_BYTES = 0, 128, 256, 384,
 
 J_INIT, J_STEP, J_DECODE, J_NORM, J_ROPE, J_KV, J_SOFTMAX, J_GATE, J_READ = range(9)
 
-#: Spins before a waiting thread offers its core to others: a busy neighbour would halve a pure spin. About 20 us.
+#: Spins before a waiting thread offers its core to others: a busy neighbour would halve a pure spin. A few us.
 _SPINS = 400
-#: ... then it yields a few times, and then sleeps: where other programs want the cores, the thread waited for may sit in
+#: ... then it yields for about 100 us (threads that share memory finish that far apart; napping at once halved the speed),
+#: and then sleeps: where other programs want the cores, the thread waited for may sit in
 #: another core's queue, and only a core that goes idle will fetch it. Yielding alone made a step wait whole time slices.
-_YIELDS = 20
+_YIELDS = 300
 _NAP_US = np.uint32(20)
 
 
