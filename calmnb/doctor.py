@@ -63,7 +63,7 @@ def _memory() -> Finding:
 
 
 def _cache() -> Finding:
-    from calmnb.download import cache_folder
+    from calmnb.cache import cache_folder
     from calmnb.errors import CalmnbError
 
     try:

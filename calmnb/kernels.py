@@ -151,7 +151,7 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, cache_dir: Path | N
     arch
         Real architecture, ``"sm_90"``.
     cache_dir
-        Where results are kept; by default the user's cache folder, or ``$CALMNB_KERNEL_CACHE``.
+        Where results are kept; by default in `calmnb.cache.cache_folder`.
 
     Raises
     ------
@@ -186,12 +186,9 @@ def compile_all(
 
 def default_cache_dir() -> Path:
     """Return where compiled kernels are kept."""
-    given = os.environ.get("CALMNB_KERNEL_CACHE")
-    if given:
-        return Path(given)
-    import platformdirs
+    from calmnb.cache import cache_folder
 
-    return Path(platformdirs.user_cache_dir("calmnb", appauthor=False)) / "kernels"
+    return cache_folder("kernels")
 
 
 @functools.cache

@@ -14,24 +14,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cache_folder", "kernel_entry"]
+from calmnb.cache import cache_folder
+from calmnb.errors import CalmnbError
+
+__all__ = ["kernel_entry", "kernel_folder"]
 
 _SOURCES = ("cpu_simd.py", "cpu_ops.py", "cpu_attention.py", "cpu_kernels.py")
 _lock = threading.Lock()
 _entry: Callable[[int, int], None] | None = None
 
 
-def cache_folder() -> Path:
-    """Folder of the compiled kernels: NUMBA_CACHE_DIR if set, else the user's cache, then a digest of the sources."""
+def kernel_folder() -> Path | None:
+    """Folder of the compiled kernels, named by a digest of their sources; None where the cache cannot be written."""
     import llvmlite
     import numba
-    import platformdirs
 
     digest = hashlib.sha256(f"numba {numba.__version__} llvmlite {llvmlite.__version__}".encode())
     for name in _SOURCES:
         digest.update(Path(__file__).with_name(name).read_bytes())
-    base = os.environ.get("NUMBA_CACHE_DIR") or platformdirs.user_cache_dir("calmnb", appauthor=False) + "/numba"
-    return Path(base) / digest.hexdigest()[:16]
+    try:
+        folder = cache_folder("numba", digest.hexdigest()[:16])
+    except CalmnbError:
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
 def kernel_entry(progress: Callable[[str], None] | None = None) -> Callable[[int, int], None]:
@@ -55,28 +60,19 @@ def _compile(progress: Callable[[str], None] | None) -> Callable[[int, int], Non
 
     from calmnb.engine import cpu_kernels
 
-    folder = cache_folder()
+    folder = kernel_folder()
     before = numba.config.CACHE_DIR
-    if progress is not None and not _is_cached(folder):
+    if progress is not None and not (folder and any(folder.rglob("*.nbc"))):
         progress("compiling the CPU kernels (once on this machine) ...")
     start = time.perf_counter()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    try:
         # Numba decides where to cache when a function is decorated.
-        numba.config.CACHE_DIR = str(folder)
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": writable}
+        numba.config.CACHE_DIR = str(folder or "")
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": folder is not None}
         entry: Any = njit(types.void(types.int64, types.int64), **options)(cpu_kernels.enter)
     finally:
         numba.config.CACHE_DIR = before
-    if progress is not None and (not writable or entry.stats.cache_misses):
+    if progress is not None and (folder is None or entry.stats.cache_misses):
         progress(f"compiled the CPU kernels in {time.perf_counter() - start:.1f} s")
     compiled: Callable[[int, int], None] = entry
     return compiled
-
-
-def _is_cached(folder: Path) -> bool:
-    return any(folder.rglob("*.nbc"))

@@ -21,7 +21,8 @@ class _Generates(Protocol):
     @property
     def engine(self) -> Any: ...
 
-    def generate(self, prompt: Any, **options: Any) -> Any: ...
+    @property
+    def generate(self) -> Callable[..., Any]: ...
 
 
 def profile(
