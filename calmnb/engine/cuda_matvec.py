@@ -268,6 +268,10 @@ def plan_matvec(
     if device.has_pdl and not is_wide:
         # Exactly `resident` of these blocks must fit a multiprocessor, or the next kernel's pile up on a few of them.
         smem = max(smem, device.shared_per_sm // (g.resident + 1) + 1024)
+    if smem > device.shared_per_sm - 1024:  # two slots of so long a row do not fit this GPU
+        return plan_matvec(
+            kind, dtype, rows, cols, device, norm=norm, kv_dtype=kv_dtype, gelu=gelu, wide=True, stamps=stamps, moe=moe
+        )
     spec = KernelSpec(f"matvec_{source}", f"matvec_{source}.cu", tuple(defines.items()))
     return MatvecPlan(kind, spec, grid, g.threads, smem, g, rows, cols, is_wide)
 
