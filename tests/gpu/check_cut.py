@@ -40,9 +40,7 @@ def main(folder: str) -> None:
     if first is None:
         print(f"SmolLM2 gf4, {config.n_layers} layers: {len(tokens)} greedy tokens equal the CPU engine's")
     else:
-        print(
-            f"SmolLM2 gf4: first difference at token {first}; the CPU's best two are {truth['gaps'][first - 1]:.4f} apart"
-        )
+        print(f"SmolLM2 gf4: first difference at token {first}; the CPU's best two are {truth['gaps'][first - 1]:.4f} apart")
 
 
 if __name__ == "__main__":
