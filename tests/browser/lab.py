@@ -140,13 +140,30 @@ class Notebook:
                     raise
 
     def run_all(self, timeout: float = 240) -> None:
-        """Run every cell and wait until each has its number."""
-        self.command("notebook:run-all-cells", wait=False)
-        self.page.wait_for_function(
-            """() => [...window.jupyterapp.shell.currentWidget.content.model.cells]
-            .every((cell) => cell.type !== 'code' || cell.executionCount !== null)""",
-            timeout=timeout * 1000,
-        )
+        """Run every cell and wait until each has its number.
+
+        JupyterLab loses the command now and then when the notebook has just opened, so it is given again where nothing
+        happens for ten seconds.
+        """
+        deadline = time.monotonic() + timeout
+        quiet_since = 0.0
+        while time.monotonic() < deadline:
+            open_cells, busy = self.page.evaluate(
+                """() => { const notebook = window.jupyterapp.shell.currentWidget;
+                const cells = [...notebook.content.model.cells].filter((cell) => cell.type === 'code');
+                return [cells.filter((cell) => cell.executionCount === null).length,
+                  cells.some((cell) => cell.executionState === 'running')
+                  || notebook.sessionContext.session.kernel.status !== 'idle']; }"""
+            )
+            if not open_cells:
+                return
+            if busy:
+                quiet_since = time.monotonic()
+            elif time.monotonic() - quiet_since > 10:
+                self.command("notebook:run-all-cells", wait=False)
+                quiet_since = time.monotonic()
+            self.page.wait_for_timeout(200)
+        raise TimeoutError(f"{open_cells} cells did not finish within {timeout} s")
 
     def command(self, name: str, *, wait: bool = True) -> None:
         """Execute a JupyterLab command."""
@@ -163,7 +180,7 @@ class Notebook:
         """Wait until a chat widget says it is in `status`."""
         self.page.wait_for_function(
             "([i, s]) => document.querySelectorAll('.calmnb-chat')[i]?.dataset.status === s", arg=[index, status],
-            timeout=timeout * 1000,
+            timeout=timeout * 1000, polling=50,
         )  # fmt: skip
 
     def say(self, text: str, index: int = 0) -> None:
@@ -178,7 +195,7 @@ class Notebook:
             "n => window.jupyterapp.commands.execute('apputils:change-theme', { theme: n }).then(() => null)", name
         )
         wanted = "false" if "Dark" in name else "true"
-        self.page.wait_for_function("w => document.body.dataset.jpThemeLight === w", arg=wanted)
+        self.page.wait_for_function("w => document.body.dataset.jpThemeLight === w", arg=wanted, polling=100)
 
 
 def notebook_json(*cells: str) -> str:

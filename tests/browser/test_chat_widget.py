@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
 ATTACK = "<img src=x onerror=\"window.pwned=1\"><svg onload='window.pwned=2'></script><script>window.pwned=3</script>"
 FAKE = "from tests.fake_model import FakeModel\nfrom calmnb.widgets import ChatWidget\n"
-LONG = "'The sky is blue because molecules of air scatter short waves far more than long ones. ' * 40"
+LONG = "('The sky is blue because molecules of air scatter short waves far more than long ones. ' * 40)"
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_the_chat_notebook_with_the_real_model(page: Any, lab: str, folder: Path
 
     notebook.page.locator(".cn-settings summary").click()
     notebook.say("What is the capital of France?")
-    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 3")
+    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 3", polling=100)
     notebook.wait_status("ready")
     assert len(said(notebook)[-1]) > 3
     assert notebook.errors == []
@@ -141,7 +141,7 @@ def test_stop_send_again_and_figures(page: Any, lab: str, folder: Path) -> None:
     assert stop_and_measure(notebook) < 1000
     stopped = said(notebook)[-1]
     notebook.say("Again?")
-    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2", polling=100)
     notebook.wait_status("generating")
     notebook.chat().get_by_label("Message", exact=True).press("Escape")
     notebook.wait_status("ready")
@@ -180,7 +180,7 @@ def test_markup_said_by_the_model_is_inert(page: Any, lab: str, folder: Path) ->
     code = FAKE + f"chat = ChatWidget(FakeModel({ATTACK!r} * 3), peak=20, system={ATTACK!r})\nchat"
     notebook = opened(page, lab, folder, "attack.ipynb", code, f"chat.ask({ATTACK!r}); None")
     notebook.say(ATTACK)
-    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2", polling=100)
     notebook.wait_status("ready")
     assert said(notebook) == [ATTACK, ATTACK * 3] * 2
     assert notebook.chat().locator("img, svg, script").count() == 0
@@ -212,7 +212,7 @@ def test_reload_keeps_the_chat_and_the_figures(page: Any, lab: str, folder: Path
     page.wait_for_selector(".calmnb-chat .cn-assistant")
     assert (said(notebook), notebook.chat().locator(".cn-big").first.inner_text()) == before
     notebook.say("More?")
-    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2")
+    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2", polling=100)
     notebook.wait_status("ready")
     assert len(said(notebook)) == 4
 
@@ -280,8 +280,8 @@ def test_themes_widths_and_keyboard(page: Any, lab: str, folder: Path) -> None:
     pixels = "() => { const c = document.querySelectorAll('.calmnb-chat canvas')[1]; return c.toDataURL(); }"
     light = page.evaluate(colour), page.evaluate(pixels)
     notebook.set_theme("JupyterLab Dark")
-    page.wait_for_function("() => document.querySelector('.calmnb-chat').dataset.theme === 'dark'")
-    page.wait_for_function(f"before => ({pixels})() !== before", arg=light[1])  # canvases are drawn anew
+    page.wait_for_function("() => document.querySelector('.calmnb-chat').dataset.theme === 'dark'", polling=200)
+    page.wait_for_function(f"before => ({pixels})() !== before", arg=light[1], polling=200)  # canvases are drawn anew
     assert page.evaluate(colour) != light[0]
     notebook.chat().screenshot(path=folder / "dark.png")
     notebook.set_theme("JupyterLab Light")
@@ -289,7 +289,7 @@ def test_themes_widths_and_keyboard(page: Any, lab: str, folder: Path) -> None:
     columns = "() => getComputedStyle(document.querySelector('.calmnb-chat .cn-layout')).gridTemplateColumns.split(' ').length"
     assert page.evaluate(columns) == 2
     page.set_viewport_size({"width": 760, "height": 1240})
-    page.wait_for_function("() => document.querySelector('.calmnb-chat').clientWidth < 700")
+    page.wait_for_function("() => document.querySelector('.calmnb-chat').clientWidth < 700", polling=200)
     assert page.evaluate(columns) == 1
     wide = "() => { const r = document.querySelector('.calmnb-chat'); return r.scrollWidth - r.clientWidth; }"
     assert page.evaluate(wide) <= 1, "nothing sticks out sideways"
@@ -301,5 +301,5 @@ def test_themes_widths_and_keyboard(page: Any, lab: str, folder: Path) -> None:
     page.wait_for_selector(".calmnb-chat .cn-tip:not([hidden])")
     assert "layer 0" in notebook.chat().locator(".cn-tip").inner_text()
     notebook.chat().locator(".cn-token").nth(5).hover()
-    page.wait_for_function("() => document.querySelector('.calmnb-chat .cn-tip').innerText.includes('position')")
+    page.wait_for_function("() => document.querySelector('.calmnb-chat .cn-tip').innerText.includes('position')", polling=100)
     assert "GB/s" in notebook.chat().locator(".cn-tip").inner_text()

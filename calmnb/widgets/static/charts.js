@@ -17,6 +17,23 @@ export function h(tag, props, ...children) {
   return node;
 }
 
+/** Call `action` in the next frame, or soon where the browser holds frames back. Returns a function that calls it off. */
+export function soon(action) {
+  let timer = 0;
+  let frame = 0;
+  const off = () => {
+    clearTimeout(timer);
+    cancelAnimationFrame(frame);
+  };
+  const run = () => {
+    off();
+    action();
+  };
+  frame = requestAnimationFrame(run);
+  timer = setTimeout(run, 250);
+  return off;
+}
+
 /** Change a node's text only if it differs: setting it makes the browser lay out and paint again. */
 export function setText(node, text) {
   if (node.textContent !== String(text)) node.textContent = text;
@@ -88,20 +105,27 @@ export class Chart {
 
   destroy() {
     this.observer.disconnect();
-    cancelAnimationFrame(this.frame);
+    this.callOff?.();
+    clearTimeout(this.retry);
   }
 
   invalidate() {
-    if (this.frame) return;
-    this.frame = requestAnimationFrame(() => {
-      this.frame = 0;
+    if (this.callOff) return;
+    this.callOff = soon(() => {
+      this.callOff = null;
       this.render();
     });
   }
 
   render() {
     const width = this.plot.clientWidth;
-    if (!width || !this.canvas.isConnected) return;
+    if (!width || !this.canvas.isConnected) {
+      // Out of the page for a moment (JupyterLab does that while it changes themes): no observer may tell of the return.
+      this.misses = (this.misses || 0) + 1;
+      if (this.misses < 50) this.retry = setTimeout(() => this.invalidate(), 200);
+      return;
+    }
+    this.misses = 0;
     const ratio = window.devicePixelRatio || 1;
     const [w, hgt] = [Math.round(width * ratio), Math.round(this.height * ratio)];
     // Whole device pixels in size and place, or the browser resamples the drawing and blurs it.

@@ -1,7 +1,7 @@
 // The chat and the life of a view. The kernel owns the conversation; this file shows it and passes on what is typed.
 // Text of the model goes into the page as text nodes only.
 import { floats, micros, pieces, rate, rows, short } from "./format.js";
-import { h, setText, Tip } from "./charts.js";
+import { h, setText, soon, Tip } from "./charts.js";
 import { Panels } from "./panels.js";
 
 const POINTS = 6;
@@ -300,7 +300,7 @@ class View {
   drawPanels() {
     if (this.panelsDue) return;
     this.panelsDue = true;
-    requestAnimationFrame(() => {
+    soon(() => {
       this.panelsDue = false;
       this.panels.update(this.store);
     });
