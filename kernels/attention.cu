@@ -59,8 +59,12 @@ constexpr int kTokens = 16;
 constexpr int kTileBytes = kTokens * kPitch;
 constexpr int kWarpBytes = STAGES * 2 * kTileBytes;
 // The short form sits beside two blocks of weight kernels: with more than 128 registers it would not fit and would wait
-// (E5M2 with 128 channels spills at 128).
+// (E5M2 with 128 channels spills at 128; so does sm_86 with fp16, where no kernel waits beside another anyway).
+#if __CUDA_ARCH__ >= 900
 constexpr int kMinBlocks = !SINGLE || kDim > 128 ? 1 : (KV_FP8 && kDim > 96 ? 384 : 512) / kThreads;
+#else
+constexpr int kMinBlocks = 1;
+#endif
 static_assert(HEADS <= 8 && kRowBytes % PIECE == 0 && HEAD_DIM % 2 == 0, "heads or rows");
 
 struct AttentionArgs {
