@@ -26,6 +26,9 @@ from calmnb.shapes import SHAPES, TIED, shape_config
 
 __all__ = ["BenchRow", "append_results", "bench", "format_rows", "measure_read"]
 
+#: Prompt whose rate is reported beside the decode rate.
+PROMPT_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class BenchRow:
@@ -54,6 +57,13 @@ class BenchRow:
         Library versions, driver, clocks.
     date : str
         UTC.
+    read_gb_per_s : float or None
+        The read bandwidth that `percent_measured` refers to. On a CPU it is read again before every run, because a shared
+        machine's changes from minute to minute, and each run is held against its own reading.
+    prompt_tokens : int
+        Length of the prompt that was timed, 0 if none was.
+    prompt_tok_per_s : float or None
+        Tokens a second of that prompt, fed in batches to an empty context: median of three.
     """
 
     model: str
@@ -75,6 +85,9 @@ class BenchRow:
     graph_ms: float | None
     versions: dict[str, str]
     date: str
+    read_gb_per_s: float | None = None
+    prompt_tokens: int = 0
+    prompt_tok_per_s: float | None = None
 
 
 def bench(
@@ -134,7 +147,7 @@ def bench(
     is_shape = not Path(model).exists()
     if is_shape and str(model) not in SHAPES:
         raise ConfigError(f"{str(model)!r} is neither a file nor one of the shapes {', '.join(SHAPES)}")
-    seq_len = max(contexts) + tokens + 2
+    seq_len = max(max(contexts) + tokens + 2, PROMPT_TOKENS)
     if is_shape:
         if device == "cpu":
             raise ConfigError("a shape runs with random weights made on a GPU; for the CPU give a .calm file")
@@ -192,30 +205,51 @@ def _bench_cuda(
 def _bench_steps(
     engine: Any, name: str, contexts: Sequence[int], runs: int, tokens: int, measured: float | None, say: Callable[[str], None]
 ) -> list[BenchRow]:
-    rows = []
-    if measured is None:
-        from calmnb.profile.bandwidth import measure_bandwidth
+    from calmnb.profile.bandwidth import measure_bandwidth
 
-        say("measuring the read bandwidth")
-        measured = measure_bandwidth(engine.info.threads).gb_per_s
+    def read_rate() -> float:
+        return measured or measure_bandwidth(engine.info.threads, quick=True, fresh=True).gb_per_s
+
+    rows = []
+    prompt = min(PROMPT_TOKENS, engine.seq_len)
+    say(f"{name}, {prompt}-token prompt")
+    prompt_rate = _prompt_rate(engine, prompt)
     for context in sorted(contexts):
         say(f"{name}, context {context}: feeding the context")
-        fed = 0
-        while fed < context:
-            n = min(256, context - fed)
-            engine.prefill([1] * n, fed)
-            fed += n
-        times = []
+        for start in range(0, context, 256):
+            engine.prefill([1] * min(256, context - start), start)
+        times, reads = [], []
         for run in range(runs + 1):
             say(f"{name}, context {context}: run {run} of {runs}")
+            read = read_rate()
             token = int(np.argmax(engine.step(1, context)))
             started = time.perf_counter()
             for i in range(1, tokens + 1):
                 token = int(np.argmax(engine.step(token, context + i)))
             if run:
                 times.append((time.perf_counter() - started) / tokens)
-        rows.append(_row(engine, name, context, times, tokens, measured, None))
+                reads.append(read)
+        row = _row(engine, name, context, times, tokens, statistics.median(reads), None)
+        share = statistics.median(1.0 / (taken * read) for taken, read in zip(times, reads, strict=True))
+        rows.append(
+            dataclasses.replace(
+                row,
+                percent_measured=100 * row.bytes_per_token / 1e9 * share,
+                prompt_tokens=prompt,
+                prompt_tok_per_s=prompt_rate,
+            )
+        )
     return rows
+
+
+def _prompt_rate(engine: Any, tokens: int) -> float:
+    ids = [(7 * i + 1) % engine.config.vocab_size for i in range(tokens)]
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        engine.prefill(ids, 0)
+        times.append(time.perf_counter() - started)
+    return tokens / statistics.median(times[1:])
 
 
 def _row(
@@ -252,6 +286,7 @@ def _row(
         graph_ms=graph_s * 1e3 if graph_s else None,
         versions=_versions(engine.info.engine),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        read_gb_per_s=measured,
     )
 
 
@@ -296,7 +331,21 @@ def format_rows(rows: Sequence[BenchRow]) -> str:
     >>> print(format_rows([]).split()[0])
     model
     """
-    head = ("model", "dtype", "kv", "context", "tok/s", "ms/token", "p20..p80", "GB/s", "% sheet", "% read", "graph ms")
+    head = (
+        "model",
+        "dtype",
+        "kv",
+        "context",
+        "tok/s",
+        "ms/token",
+        "p20..p80",
+        "GB/s",
+        "% sheet",
+        "% read",
+        "graph ms",
+        "read GB/s",
+        "prompt tok/s",
+    )
     lines = [head]
     for r in rows:
         lines.append(
@@ -308,10 +357,12 @@ def format_rows(rows: Sequence[BenchRow]) -> str:
                 f"{r.tok_per_s:.1f}",
                 f"{r.ms_per_token:.4f}",
                 f"{r.ms_p20:.4f}..{r.ms_p80:.4f}",
-                f"{r.gb_per_s:.0f}",
+                f"{r.gb_per_s:.0f}" if r.gb_per_s >= 100 else f"{r.gb_per_s:.1f}",
                 "-" if r.percent_datasheet is None else f"{r.percent_datasheet:.1f}",
                 "-" if r.percent_measured is None else f"{r.percent_measured:.1f}",
                 "-" if r.graph_ms is None else f"{r.graph_ms:.4f}",
+                "-" if r.read_gb_per_s is None else f"{r.read_gb_per_s:.1f}",
+                "-" if r.prompt_tok_per_s is None else f"{r.prompt_tok_per_s:.0f}",
             )
         )
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -5,8 +5,6 @@ by side; values lie [slot][channel padded to 16]. Splitting the context into chu
 even where there are few heads, and keeps the order of every sum independent of the number of threads.
 """
 
-# Numba infers the types of the kernels.
-
 from __future__ import annotations
 
 import math

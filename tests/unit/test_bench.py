@@ -40,6 +40,8 @@ def test_table_has_a_line_a_row_and_a_dash_for_what_is_unknown() -> None:
         "72.9",
         "-",
         "1.9900",
+        "-",
+        "-",
     ]
 
 
