@@ -158,14 +158,18 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
                     options.append((int((1 - lanes_used) * 12), abs(groups * warps - 8), -chunks, warps, chunks, groups))
         if options:
             *_, warps, chunks, groups = min(options)
-            if kind == "gateup" and dtype == "gf4" and device.has_pdl and warps * groups == 8:
-                groups *= 2  # the longest kernel of the format that computes most: 16 warps
-            ring_kb = 64 if dtype == "gf4" else 92
-            geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=ring_kb, batch=4 if dtype == "fp16" else 8)
+            short_rows = n_chunks < 256
+            batch = 4 if dtype == "fp16" else 8
+            is_dense = dtype == "gf4" or (dtype == "fp8" and short_rows)
+            if kind == "gateup" and device.has_pdl and warps * groups == 8 and is_dense:
+                groups *= 2  # the longest kernel, where a row's own work is much against its bytes: 16 warps
+                batch = 8 if dtype == "gf4" else 4
+            geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=64 if dtype == "gf4" else 92, batch=batch)
             if kind == "logits" or not device.has_pdl:
                 geometry = replace(geometry, blocks_per_sm=2)
-            # Short rows mean short kernels: their ring fills one slot at a time, out of the running kernel's way.
-            return replace(geometry, pace=2 if n_chunks >= 256 and dtype != "gf4" else 1)
+            # Short kernels fill their ring one slot at a time, out of the running kernel's way.
+            slow = dtype == "gf4" or short_rows or (kind == "gateup" and n_chunks < 512)
+            return replace(geometry, pace=1 if slow else 2)
     return None
 
 
