@@ -80,6 +80,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "plots":
+        return importlib.import_module("calmnb.plots")
     if name not in _HOME:
         raise AttributeError(f"module 'calmnb' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -1,8 +1,7 @@
 """Lets a module stand for its main function.
 
-Importing the submodule ``calmnb.convert`` binds that name in the package ``calmnb`` to the module, whatever the package
-exported under it before. So that ``calmnb.convert(...)``, ``calmnb.perplexity(...)`` and ``calmnb.profile(...)`` always work,
-those modules call themselves.
+Importing a submodule binds its name in the package to the module, whatever the package exported under that name before. So
+that ``calmnb.convert(...)``, ``calmnb.perplexity(...)`` and ``calmnb.profile(...)`` always work, those modules call themselves.
 """
 
 from __future__ import annotations
@@ -14,12 +13,25 @@ from typing import Any
 __all__ = ["make_callable"]
 
 
-def make_callable(module: str, function: str) -> None:
-    """Make the module named `module` call its attribute `function`. For use at the module's end."""
+def make_callable(module: str, function: str, *, keep: tuple[str, ...] = ()) -> None:
+    """Make the module named `module` call its attribute `function`. For use at the module's end.
+
+    Parameters
+    ----------
+    module, function
+        Names.
+    keep
+        Functions of a package that are named like the submodules they live in: importing those leaves the names alone, so
+        that the package's own ``__getattr__`` goes on answering with the function.
+    """
 
     class CallableModule(ModuleType):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return getattr(self, function)(*args, **kwargs)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not (name in keep and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
 
     this = sys.modules[module]
     CallableModule.__doc__ = this.__doc__

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from calmnb._callable import make_callable
 from calmnb.errors import CalmnbError, ConfigError
 from calmnb.model import Model
 
@@ -195,3 +196,6 @@ def _log_softmax_at(logits: NDArray[np.float32], targets: Sequence[int]) -> NDAr
     total = np.exp(logits - top[:, None]).sum(axis=1, dtype=np.float64)
     chosen = logits[np.arange(len(targets)), np.asarray(targets)]
     return np.asarray(chosen.astype(np.float64) - top - np.log(total))
+
+
+make_callable(__name__, "perplexity")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from calmnb._callable import make_callable
 from calmnb.checkpoint import count_non_finite, weight_code, write_calm
 from calmnb.config import ModelConfig
 from calmnb.container import Progress, TensorSpec
@@ -176,3 +177,6 @@ def _settings(source: Source, config: ModelConfig) -> bytes:
         **source.settings,
     }
     return json.dumps(settings, indent=1).encode("ascii")
+
+
+make_callable(__name__, "convert")

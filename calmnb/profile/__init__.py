@@ -6,10 +6,10 @@ The package is callable: ``calmnb.profile(model, prompt)`` is `calmnb.profile.ca
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from calmnb._callable import make_callable
 
 if TYPE_CHECKING:
     from calmnb.profile.bandwidth import Bandwidth, measure_bandwidth
@@ -34,6 +34,7 @@ _HOME = {
     "Peak": "session",
     "Session": "session",
     "SpeedOfLight": "speed_of_light",
+    "speed_of_light": "speed_of_light",
 }
 
 __all__ = [
@@ -60,21 +61,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class _CallablePackage(ModuleType):
-    """Lets the package stand for its main function, and a submodule's name for the function it is named after."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from calmnb.profile.capture import profile
-
-        return profile(*args, **kwargs)
-
-    @property
-    def speed_of_light(self) -> Any:
-        return import_module(f"{__name__}.speed_of_light").speed_of_light
-
-    @speed_of_light.setter
-    def speed_of_light(self, module: ModuleType) -> None:
-        """The import system sets the submodule here; the function stays."""
-
-
-sys.modules[__name__].__class__ = _CallablePackage
+make_callable(__name__, "profile", keep=("speed_of_light",))
