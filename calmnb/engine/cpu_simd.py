@@ -366,10 +366,10 @@ float_bits, bits_float = _bitcast(types.uint32, _I32, types.float32), _bitcast(t
 
 @intrinsic
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for the cache line at an address, which may lie anywhere."""
+    """Ask for the cache line at an address, which may lie anywhere. Into L2: into L1 it was a fifth slower on an AMD EPYC."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        flags = [ir.Constant(_I32, v) for v in (0, 3, 1)]  # read, keep in all levels, data
+        flags = [ir.Constant(_I32, v) for v in (0, 2, 1)]  # read, keep in L2 and beyond, data
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [_pointer(builder, args[0], _I8), *flags])
         return context.get_dummy_value()
 
