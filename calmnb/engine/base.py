@@ -18,12 +18,13 @@ from calmnb.config import KvDtype, ModelConfig
 __all__ = ["STAGES", "Engine", "EngineInfo", "FullPolicy", "Kernel", "LayerWeights", "Phase", "Recorder", "Stage", "Weights"]
 
 Stage = Literal[
-    "embed", "matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down", "output", "sample", "gap"
+    "embed", "matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down", "output", "sample", "other", "gap"
 ]
 Phase = Literal["prefill", "decode"]
 FullPolicy = Literal["stop", "roll"]
 
-#: Stages of a step in execution order. ``gap`` is what is left of a step's time when its stages are subtracted.
+#: Stages of a step in execution order. ``other`` is work of no known stage (another program's kernels in an nsys report);
+#: ``gap`` is what is left of a step's time when its stages are subtracted.
 STAGES: tuple[Stage, ...] = (
     "embed",
     "matmul_qkv",
@@ -33,6 +34,7 @@ STAGES: tuple[Stage, ...] = (
     "matmul_ffn_down",
     "output",
     "sample",
+    "other",
     "gap",
 )
 

@@ -33,7 +33,7 @@ EVENT_COLUMNS: dict[str, str] = {
     "kv_len": "positions the step's last token attends to",
     "n_tokens": "tokens computed together",
     "layer": "layer, from 0; -1 outside the layers",
-    "stage": "stage of the step; `sample` is the choice of the next token, `gap` what no row covers",
+    "stage": "stage of the step; `sample` chooses the next token, `other` is work of no known stage, `gap` what no row covers",
     "kernel": "the engine's name of the code that ran",
     "start_s": "start, seconds after the first step's start",
     "duration_s": "end minus start, seconds; overlapping rows both count the overlap",

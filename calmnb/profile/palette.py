@@ -19,6 +19,7 @@ STAGE_COLORS: dict[Stage, str] = {
     "matmul_ffn_down": "#5DB894",
     "output": "#CC79A7",
     "sample": "#D69400",
+    "other": "#9B7653",
     "gap": "#8A9097",
 }
 
@@ -32,5 +33,6 @@ STAGE_LABELS: dict[Stage, str] = {
     "matmul_ffn_down": "ffn down",
     "output": "logits",
     "sample": "sample",
+    "other": "other",
     "gap": "gap",
 }
