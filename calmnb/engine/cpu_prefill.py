@@ -9,6 +9,7 @@ rotary embedding, cache stores, softmax and activations run on the engine's own 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,9 @@ Array = NDArray[np.float32]
 
 #: float32 numbers of one thread's decoded tile of weights (1 MiB: stays in a core's second-level cache).
 _TILE = 1 << 18
-#: float32 numbers of one block of attention scores (16 MiB).
-_SCORES = 1 << 22
+#: float32 numbers of one block of attention scores (16 MiB), and queries in one: later queries see more of the cache, so
+#: that short blocks leave out most of what the causal mask would hide.
+_SCORES, _QUERIES = 1 << 22, 128
 
 
 class _Batch:
@@ -37,20 +39,26 @@ class _Batch:
         c = self.config
         widest = max(c.dim, c.q_dim, c.hidden_dim)
         self.tiles = [np.empty(max(_TILE, widest), dtype=np.float32) for _ in range(state.threads)]
+        # Kept from layer to layer: fresh megabytes would be mapped page by page each time.
+        self.up, self.gated = _padded(n, c.hidden_dim), _padded(n, c.hidden_dim)
+        self.added = np.empty((n, c.dim), np.float32)
+        self.scores = [np.empty(0, np.float32) for _ in range(state.threads)]
 
-    def product(self, x: Array, stored: NDArray[np.generic], out: Array) -> None:
-        """``out = x @ W.T`` for a stored matrix W of shape (rows, x.shape[1])."""
-        rows, cols, state = out.shape[1], x.shape[1], self.state
-        dtype, source, row_bytes = int(state.context[k.DTYPE]), address_of(stored), stored.nbytes // rows
+    def product(self, x: Array, *matrices: tuple[NDArray[np.generic], Array]) -> None:
+        """``out = x @ W.T`` for pairs of a stored matrix W of shape (rows, x.shape[1]) and its out."""
+        cols, state, dtype = x.shape[1], self.state, int(self.state.context[k.DTYPE])
 
         def slice_of(thread: int) -> None:
-            first, last = rows * thread // state.threads, rows * (thread + 1) // state.threads
             step = self.tiles[thread].size // cols
-            for r in range(first, last, step):
-                m = min(step, last - r)
-                tile = self.tiles[thread][: m * cols].reshape(m, cols)
-                state.run_alone(thread, k.J_DECODE, m, cols, dtype, source + r * row_bytes, address_of(tile))
-                np.matmul(x, tile.T, out=out[:, r : r + m])
+            for stored, out in matrices:
+                rows = out.shape[1]
+                source, row_bytes = address_of(stored), stored.nbytes // rows
+                first, last = rows * thread // state.threads, rows * (thread + 1) // state.threads
+                for r in range(first, last, step):
+                    m = min(step, last - r)
+                    tile = self.tiles[thread][: m * cols].reshape(m, cols)
+                    state.run_alone(thread, k.J_DECODE, m, cols, dtype, source + r * row_bytes, address_of(tile))
+                    np.matmul(x, tile.T, out=out[:, r : r + m])
 
         state.spread(slice_of)
 
@@ -71,46 +79,40 @@ class _Batch:
         blocks = (pos + n + 15) // 16 - block0
         hd, hd_pad, width = c.head_dim, (c.head_dim + 15) // 16 * 16, 16 * blocks
         keys, values = np.empty((hd, width), np.float32), np.empty((width, hd_pad), np.float32)
-        rows = max(1, min(n, _SCORES // (width * group)))
-        scores, mixed = np.empty((rows * group, width), np.float32), np.empty((rows * group, hd_pad), np.float32)
+        rows = max(1, min(n, _QUERIES, _SCORES // (width * group)))
+        starts = list(range(0, n, rows))[::-1]  # the longest first, so that the threads end together
+        if self.scores[0].size < rows * group * width:
+            self.scores = [np.empty(rows * group * width, np.float32) for _ in range(state.threads)]
+
+        def some_queries(head: int, thread: int) -> None:
+            columns = slice(head * group * hd, (head + 1) * group * hd)
+            for start in starts[thread :: state.threads]:
+                m = min(rows, n - start)
+                seen = 16 * ((pos + start + m + 15) // 16 - block0)
+                q = np.ascontiguousarray(qkv[start : start + m, columns]).reshape(m * group, hd)
+                scores = self.scores[thread][: m * group * seen].reshape(m * group, seen)
+                np.matmul(q, keys[:, :seen], out=scores)
+                column = pos + start - 16 * block0
+                state.run_alone(thread, k.J_SOFTMAX, m * group, seen, address_of(scores), column, group)
+                out[start : start + m, columns] = (scores @ values[:seen])[:, :hd].reshape(m, group * hd)
+
         for head in range(c.n_kv_heads):
             state.run(k.J_KV, head, layer, blocks, block0, address_of(keys), address_of(values))
-            columns = slice(head * group * hd, (head + 1) * group * hd)
-            for start in range(0, n, rows):
-                m = min(rows, n - start)
-                q = np.ascontiguousarray(qkv[start : start + m, columns]).reshape(m * group, hd)
-                s, o = scores[: m * group], mixed[: m * group]
-                self._matmul(q, keys, s)
-                state.run(k.J_SOFTMAX, m * group, width, address_of(s), pos + start - 16 * block0, group)
-                self._matmul(s, values, o)
-                out[start : start + m, columns] = o[:, :hd].reshape(m, group * hd)
-
-    def _matmul(self, a: Array, b: Array, out: Array) -> None:
-        """``out = a @ b``, rows shared by the threads."""
-        n, threads = len(a), self.state.threads
-
-        def rows_of(thread: int) -> None:
-            rows = slice(n * thread // threads, n * (thread + 1) // threads)
-            np.matmul(a[rows], b, out=out[rows])
-
-        self.state.spread(rows_of)
+            state.spread(partial(some_queries, head))
 
     def feed_forward(self, x: Array, xb: Array, layer: LayerWeights, marks: list[float]) -> None:
         """``x += FFN(xb)``, dense or by experts; notes the time between up and down."""
         c = self.config
         if not c.is_moe:
-            up, gated = (_padded(self.n, c.hidden_dim) for _ in range(2))
-            self.product(xb, layer.w1, gated[1])
-            self.product(xb, layer.w3, up[1])
-            self.gate(gated[0], up[0])
+            self.product(xb, (layer.w1, self.gated[1]), (layer.w3, self.up[1]))
+            self.gate(self.gated[0], self.up[0])
             marks.append(time.perf_counter())
-            down = np.empty((self.n, c.dim), np.float32)
-            self.product(gated[1], layer.w2, down)
-            x += down
+            self.product(self.gated[1], (layer.w2, self.added))
+            x += self.added
             return
         assert layer.moegate is not None
         scores = np.empty((self.n, c.n_experts), np.float32)
-        self.product(xb, layer.moegate, scores)
+        self.product(xb, (layer.moegate, scores))
         chosen = np.argsort(-scores, axis=1, kind="stable")[:, : c.n_experts_active]
         top = np.take_along_axis(scores, chosen, axis=1)
         shares = np.exp(top - top[:, :1])
@@ -122,14 +124,13 @@ class _Batch:
                 continue
             rows = np.ascontiguousarray(xb[tokens])
             up, gated = (_padded(len(tokens), c.hidden_dim) for _ in range(2))
-            self.product(rows, layer.w1[expert], gated[1])
-            self.product(rows, layer.w3[expert], up[1])
+            self.product(rows, (layer.w1[expert], gated[1]), (layer.w3[expert], up[1]))
             self.gate(gated[0], up[0])
             hidden.append((expert, tokens, shares[tokens, ranks], gated[1]))
         marks.append(time.perf_counter())
         for expert, tokens, share, rows in hidden:
             down = np.empty((len(tokens), c.dim), np.float32)
-            self.product(rows, layer.w2[expert], down)
+            self.product(rows, (layer.w2[expert], down))
             x[tokens] += share[:, None] * down
 
 
@@ -165,19 +166,18 @@ def _prefill(state: CpuState, weights: Weights, ids: NDArray[np.int64], pos: int
     state.run(k.J_DECODE, n, c.dim, int(state.context[k.DTYPE]), address_of(embedded), address_of(x))
     table = rope_table(c, np.arange(pos, pos + n))
     xb, qkv = np.empty_like(x), np.empty((n, c.q_dim + 2 * c.kv_dim), np.float32)
-    mixed, added = np.empty((n, c.q_dim), np.float32), np.empty_like(x)
+    mixed = np.empty((n, c.q_dim), np.float32)
     marks.append(time.perf_counter())
     for index, layer in enumerate(weights.layers):
         batch.norm(x, layer.attn_norm, xb)
-        batch.product(xb, layer.wq, qkv[:, : c.q_dim])
-        batch.product(xb, layer.wk, qkv[:, c.q_dim : c.q_dim + c.kv_dim])
-        batch.product(xb, layer.wv, qkv[:, c.q_dim + c.kv_dim :])
+        q, key, value = np.split(qkv, [c.q_dim, c.q_dim + c.kv_dim], axis=1)
+        batch.product(xb, (layer.wq, q), (layer.wk, key), (layer.wv, value))
         state.run(k.J_ROPE, n, address_of(qkv), state.layer_address(index), pos, address_of(table))
         marks.append(time.perf_counter())
         batch.attention(qkv, index, pos, mixed)
         marks.append(time.perf_counter())
-        batch.product(mixed, layer.wo, added)
-        x += added
+        batch.product(mixed, (layer.wo, batch.added))
+        x += batch.added
         marks.append(time.perf_counter())
         if layer.mlp_norm is not None and not c.is_parallel:
             batch.norm(x, layer.mlp_norm, xb)
@@ -187,6 +187,6 @@ def _prefill(state: CpuState, weights: Weights, ids: NDArray[np.int64], pos: int
         last = np.ascontiguousarray(x[n - len(logits) :])
         normed = np.empty_like(last)
         batch.norm(last, weights.final_norm, normed)
-        batch.product(normed, weights.output, logits)
+        batch.product(normed, (weights.output, logits))
     marks.append(time.perf_counter())
     return marks
