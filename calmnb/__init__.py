@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from calmnb.model import Model, load
     from calmnb.perplexity import perplexity
     from calmnb.profile import Session, SessionRecorder, measure_bandwidth, profile, speed_of_light
+    from calmnb.profile.nsys import read_nsys
     from calmnb.sampler import Sampling
     from calmnb.widgets import ChatWidget
 
@@ -51,6 +52,7 @@ _HOME = {
     "open_calm": "calmnb.checkpoint",
     "perplexity": "calmnb.perplexity",
     "profile": "calmnb.profile",
+    "read_nsys": "calmnb.profile.nsys",
     "speed_of_light": "calmnb.profile",
 }
 
@@ -75,6 +77,7 @@ __all__ = [
     "open_calm",
     "perplexity",
     "profile",
+    "read_nsys",
     "speed_of_light",
 ]
 

@@ -1,7 +1,7 @@
-"""IPython magics: ``%load_ext calmnb`` adds ``%calm_load`` and ``%%calm_profile``.
+"""IPython magics: ``%load_ext calmnb`` adds ``%calm_load``, ``%%calm_profile`` and ``%%calm_nsys``.
 
-Thin shells over `calmnb.load` and `calmnb.profile` with the options of the command line. What goes wrong is a
-UsageError, which IPython shows as one line without a traceback.
+Thin shells over `calmnb.load`, `calmnb.profile` and `calmnb.read_nsys` with the options of the command line. What
+goes wrong is a UsageError, which IPython shows as one line without a traceback.
 """
 
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
@@ -107,6 +107,36 @@ class CalmMagics(Magics):
         stages = json.loads(session.stages().to_json(orient="records"))
         print(json.dumps({"summary": session.summary(), "meta": session.meta, "stages": stages}, indent=2))
         return None
+
+    @magic_arguments()
+    @argument("-o", "--output", metavar="NAME", help="Variable for the session.")
+    @argument("--report", metavar="PATH", help="Keep Nsight Systems' own report and its SQLite export here.")
+    @argument("--capture-range", action="store_true", help="Record only from cudaProfilerStart to cudaProfilerStop.")
+    @cell_magic
+    def calm_nsys(self, line: str, cell: str) -> Any:
+        """Run the cell's code under NVIDIA Nsight Systems and return the session: ``%%calm_nsys -o session``.
+
+        The code runs as a script in a process of its own, in this notebook's folder: it must import what it uses, and
+        knows none of the notebook's variables. That is because Nsight Systems has to be there before a process first
+        touches the GPU, so it cannot look into a kernel that is running; the alternative, to restart the kernel under
+        it, would lose what the notebook has loaded.
+        """
+        given = _arguments(self.calm_nsys, line)
+        if given.output:
+            _check_name(given.output)
+        if not cell.strip():
+            raise UsageError("%%calm_nsys: the cell is empty; write the code to run below the first line")
+        try:
+            from calmnb.profile.nsight import nsys_script
+
+            session = nsys_script(
+                cell, report=_unquoted(given.report) if given.report else None, capture_range=given.capture_range
+            )
+        except (CalmnbError, OSError) as error:
+            raise UsageError(f"%%calm_nsys: {error}") from None
+        if given.output:
+            self.shell.user_ns[given.output] = session
+        return session
 
     def _model(self, name: str | None) -> Any:
         wanted = name or self.last or "model"

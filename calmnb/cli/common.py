@@ -30,6 +30,8 @@ COMMANDS = (
     "profile",
     "bench",
     "bandwidth",
+    "nsys",
+    "ncu",
     "perplexity",
     "download",
     "convert",

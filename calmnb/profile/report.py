@@ -71,6 +71,8 @@ def _headline(session: Session) -> list[str]:
     parts.append(device_label(meta))
     if not numbers["tokens"]:
         return [*parts, "no decoded token"]
+    if meta.get("engine") == "foreign":  # another program's steps are not tokens
+        return [*parts, f"{numbers['time_ms']:.4g} ms/step", f"{numbers['tokens']:.0f} steps"]
     parts.append(f"{numbers['tok_per_s']:.4g} tok/s")
     parts.append(f"{numbers['time_ms']:.4g} ms/token")
     if _known(numbers["gb_per_s"]):
@@ -98,7 +100,8 @@ def _notes(session: Session) -> str:
     """What one must know to read the numbers: what was left out, how times were taken."""
     steps, numbers = session.steps, decode_summary(session)
     prefill = steps[steps["phase"] == "prefill"]
-    parts = [f"median of {numbers['tokens']:.0f} decode steps"]
+    what = "steps" if session.meta.get("engine") == "foreign" else "decode steps"
+    parts = [f"median of {numbers['tokens']:.0f} {what}"]
     warm = int(steps["warmup"].sum())
     if warm and numbers["tokens"] != warm:
         parts.append(f"{warm} warm-up step{'s' if warm != 1 else ''} left out")
