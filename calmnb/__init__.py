@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from calmnb.magics import load_ipython_extension
     from calmnb.model import Model, load
     from calmnb.perplexity import perplexity
-    from calmnb.profile import Session, SessionRecorder, measure_bandwidth, profile, speed_of_light
+    from calmnb.profile import Comparison, Session, SessionRecorder, compare, measure_bandwidth, profile, speed_of_light
     from calmnb.profile.nsys import read_nsys
     from calmnb.sampler import Sampling
     from calmnb.widgets import ChatWidget
@@ -35,6 +35,7 @@ _HOME = {
     "CalmFile": "calmnb.checkpoint",
     "CalmnbError": "calmnb.errors",
     "ChatWidget": "calmnb.widgets",
+    "Comparison": "calmnb.profile",
     "Generation": "calmnb.generate",
     "Model": "calmnb.model",
     "ModelConfig": "calmnb.config",
@@ -42,6 +43,7 @@ _HOME = {
     "Session": "calmnb.profile",
     "SessionRecorder": "calmnb.profile",
     "Token": "calmnb.generate",
+    "compare": "calmnb.profile",
     "convert": "calmnb.convert",
     "demo_model": "calmnb.download",
     "download": "calmnb.download",
@@ -60,6 +62,7 @@ __all__ = [
     "CalmFile",
     "CalmnbError",
     "ChatWidget",
+    "Comparison",
     "Generation",
     "Model",
     "ModelConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "Session",
     "SessionRecorder",
     "Token",
+    "compare",
     "convert",
     "demo_model",
     "download",

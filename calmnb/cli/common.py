@@ -28,6 +28,7 @@ COMMANDS = (
     "chat",
     "generate",
     "profile",
+    "compare",
     "bench",
     "bandwidth",
     "nsys",

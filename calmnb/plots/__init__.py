@@ -5,6 +5,7 @@ They draw the session's own tables and compute nothing a test could not check th
 
 from __future__ import annotations
 
+from calmnb.plots.compare import compare, waterfall
 from calmnb.plots.costs import kv_cost, latency, layers, speed_of_light
 from calmnb.plots.rooflines import intensity_roofline, roofline
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
@@ -12,10 +13,12 @@ from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 __all__ = [
     "STAGE_COLORS",
     "STAGE_LABELS",
+    "compare",
     "intensity_roofline",
     "kv_cost",
     "latency",
     "layers",
     "roofline",
     "speed_of_light",
+    "waterfall",
 ]

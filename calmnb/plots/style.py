@@ -183,14 +183,14 @@ def peaks(session: Session, peak: PeakChoice) -> list[Peak]:
     return [entry for entry in found if entry is not None]
 
 
-def caption(session: Session, *extra: str) -> list[str]:
-    """The parts of every caption: model, storage, device, context, then `extra`, then how times were taken."""
+def caption(session: Session, *extra: str, statistic: str = "median") -> list[str]:
+    """The parts of every caption: model, storage, device, context, then `extra`, then how times were taken and averaged."""
     meta, numbers = session.meta, decode_summary(session)
     parts = [str(meta.get("model", "unknown model"))]
     if meta.get("dtype"):
         parts.append(f"{meta['dtype']}, KV {meta.get('kv_dtype', 'fp16')}")
     parts += [device_label(meta), f"context {numbers['kv_len_first']:.0f}-{numbers['kv_len_last']:.0f}", *extra]
-    parts.append(f"median of {numbers['tokens']:.0f} decode steps" + (", warm-up left out" if _left_out(session) else ""))
+    parts.append(f"{statistic} of {numbers['tokens']:.0f} decode steps" + (", warm-up left out" if _left_out(session) else ""))
     return [*parts, f"times: {meta.get('time_source', 'unknown')}"]
 
 

@@ -14,6 +14,7 @@ from calmnb._callable import make_callable
 if TYPE_CHECKING:
     from calmnb.profile.bandwidth import Bandwidth, measure_bandwidth
     from calmnb.profile.capture import measure_recording_overhead, profile
+    from calmnb.profile.compare import Comparison, compare
     from calmnb.profile.device import DEVICES, find_device
     from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
     from calmnb.profile.recorder import SessionRecorder, StepRecord
@@ -24,6 +25,8 @@ _HOME = {
     "Bandwidth": "bandwidth",
     "measure_bandwidth": "bandwidth",
     "measure_recording_overhead": "capture",
+    "Comparison": "compare",
+    "compare": "compare",
     "profile": "capture",
     "DEVICES": "device",
     "find_device": "device",
@@ -42,11 +45,13 @@ __all__ = [
     "STAGE_COLORS",
     "STAGE_LABELS",
     "Bandwidth",
+    "Comparison",
     "Peak",
     "Session",
     "SessionRecorder",
     "SpeedOfLight",
     "StepRecord",
+    "compare",
     "find_device",
     "measure_bandwidth",
     "measure_recording_overhead",
@@ -61,4 +66,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-make_callable(__name__, "profile", keep=("speed_of_light",))
+make_callable(__name__, "profile", keep=("compare", "speed_of_light"))

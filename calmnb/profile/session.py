@@ -157,6 +157,48 @@ class Session:
             bins=bins,
         )
 
+    def pivot(
+        self,
+        index: str | Sequence[str],
+        columns: str | Sequence[str] = (),
+        values: str = "time_us",
+        *,
+        phase: Phase | None = "decode",
+        statistic: str = "median",
+    ) -> pd.DataFrame:
+        """Any view of the event table: `values` by `index` down and `columns` across.
+
+        Parameters
+        ----------
+        index, columns
+            One or several of ``run, step, phase, pos, kv_len, n_tokens, layer, stage, kernel, source``.
+        values
+            A key of `calmnb.profile.pivot.PIVOT_VALUES`: ``time_us, duration_us, share_percent, calls, bytes_min,
+            bytes_counted, flops, gb_per_s, gflop_per_s, flop_per_byte``.
+        phase : {"decode", "prefill"} or None
+            Which steps; None takes both. Warm-up steps are left out, as in every table.
+        statistic : {"median", "mean", "std", "min", "max", "sum", "p20", "p80"}
+            How the steps that have a cell become one number; rows of one step in the same cell are added up first.
+
+        Returns
+        -------
+        DataFrame
+            `index` as its index; one column named `values`, or one for each value of `columns`; nan where no row falls.
+
+        Raises
+        ------
+        ConfigError
+            For a name that is not accepted; the message lists those that are.
+
+        Examples
+        --------
+        >>> session.pivot("layer", "stage", "gb_per_s")  # doctest: +SKIP
+        >>> session.pivot("kv_len", "kernel", "time_us", statistic="p80")  # doctest: +SKIP
+        """
+        from calmnb.profile.pivot import pivot
+
+        return pivot(self.events, self.steps, index=index, columns=columns, values=values, phase=phase, statistic=statistic)
+
     def nonkv_gb_per_s(self) -> float:
         """GB/s of the stages that read weights; what `kv_cost` predicts with."""
         return tables.nonkv_bandwidth(self.events, self.steps)
