@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from calmnb.engine.base import Recorder
+from calmnb.engine.base import PromptStopped, Recorder
 from calmnb.errors import BusyError, ConfigError
 from calmnb.sampler import Sampler, Sampling
 
@@ -303,14 +303,19 @@ class Generation(Iterator[Token]):
         self.n_reused = model.prefix.rewind(self.prompt_ids)
 
     def _prefill(self) -> NDArray[np.float32] | None:
-        """Feed the prompt in batches; None if cancelled between two of them."""
-        prefix, size = self._model.prefix, self._model.prefill_chunk
+        """Feed the prompt in batches; None if cancelled between two of them, or within one where the engine can."""
+        prefix, size, engine = self._model.prefix, self._model.prefill_chunk, self._model.engine
         logits = None
+        if hasattr(engine, "should_stop"):
+            engine.should_stop = self._cancelled.is_set
         for at in range(self.n_reused, len(self.prompt_ids), size):
             if self._cancelled.is_set():
                 return None
             batch = self.prompt_ids[at : at + size]
-            logits = prefix.prefill(batch)
+            try:
+                logits = prefix.prefill(batch)
+            except PromptStopped:
+                return None
         return logits
 
     def _accept(self, token: int, logprob: float, start: float, chosen: float) -> Token:
@@ -351,6 +356,8 @@ class Generation(Iterator[Token]):
         if self._owns:
             self._owns = False
             self._model.engine.recorder = self._previous_recorder
+            if hasattr(self._model.engine, "should_stop"):
+                self._model.engine.should_stop = None
             self._model.release(self)
         return rest
 

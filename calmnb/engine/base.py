@@ -15,7 +15,19 @@ from numpy.typing import NDArray
 
 from calmnb.config import KvDtype, ModelConfig
 
-__all__ = ["STAGES", "Engine", "EngineInfo", "FullPolicy", "Kernel", "LayerWeights", "Phase", "Recorder", "Stage", "Weights"]
+__all__ = [
+    "STAGES",
+    "Engine",
+    "EngineInfo",
+    "FullPolicy",
+    "Kernel",
+    "LayerWeights",
+    "Phase",
+    "PromptStopped",
+    "Recorder",
+    "Stage",
+    "Weights",
+]
 
 Stage = Literal[
     "embed", "matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down", "output", "sample", "other", "gap"
@@ -157,6 +169,10 @@ class Recorder(Protocol):
         ...
 
 
+class PromptStopped(Exception):
+    """An engine gave up a batch of prompt tokens because its `should_stop` said so; none of them counts as cached."""
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Computes logits for one sequence, and owns its KV cache.
@@ -164,6 +180,9 @@ class Engine(Protocol):
     Positions are absolute and grow from 0. The caller may go back to an earlier position (to edit a prompt or retry an
     answer) by passing a smaller `pos`: whatever was cached at and after it is overwritten. Going back is impossible
     once the cache has rolled (``pos > seq_len``); engines raise `ContextError` then.
+
+    An engine that can leave `prefill` halfway has an attribute ``should_stop: Callable[[], bool] | None``, looked at every few
+    milliseconds, and raises `PromptStopped` when it says so. Others are given short batches.
     """
 
     info: EngineInfo

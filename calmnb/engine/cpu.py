@@ -87,6 +87,7 @@ class CpuEngine:
         self.kv_dtype: KvDtype = kv_dtype
         self.on_full: FullPolicy = on_full
         self.recorder: Recorder | None = None
+        self.should_stop: Callable[[], bool] | None = None
         self.info = EngineInfo("cpu", cpu_name(), threads, "cpu")
         self._positions = Positions(config, self.seq_len, on_full)
         self._weights = weights
@@ -167,7 +168,7 @@ class CpuEngine:
     def _batch(self, state: CpuState, ids: NDArray[np.int64], pos: int, logits: NDArray[np.float32]) -> None:
         n, positions = len(ids), self._positions
         positions.end = min(positions.end, pos)
-        marks = prefill_batch(state, self._weights, ids, pos, logits)
+        marks = prefill_batch(state, self._weights, ids, pos, logits, self.should_stop)
         positions.end = pos + n
         if self.recorder is not None:
             length = positions.length(pos + n - 1)

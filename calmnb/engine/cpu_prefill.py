@@ -9,13 +9,14 @@ rotary embedding, cache stores, softmax and activations run on the engine's own 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calmnb.engine import cpu_kernels as k
-from calmnb.engine.base import LayerWeights, Weights
+from calmnb.engine.base import LayerWeights, PromptStopped, Weights
 from calmnb.engine.cpu_blas import one_blas_thread
 from calmnb.engine.cpu_state import CpuState, address_of
 from calmnb.engine.positions import rope_table
@@ -34,8 +35,9 @@ _SCORES, _QUERIES = 1 << 22, 128
 class _Batch:
     """Scratch of one batch; see `prefill_batch`."""
 
-    def __init__(self, state: CpuState, weights: Weights, n: int) -> None:
+    def __init__(self, state: CpuState, weights: Weights, n: int, should_stop: Callable[[], bool] | None) -> None:
         self.state, self.weights, self.config, self.n = state, weights, weights.config, n
+        self.should_stop = should_stop or (lambda: False)
         c = self.config
         widest = max(c.dim, c.q_dim, c.hidden_dim)
         self.tiles = [np.empty(max(_TILE, widest), dtype=np.float32) for _ in range(state.threads)]
@@ -55,12 +57,16 @@ class _Batch:
                 source, row_bytes = address_of(stored), stored.nbytes // rows
                 first, last = rows * thread // state.threads, rows * (thread + 1) // state.threads
                 for r in range(first, last, step):
+                    if self.should_stop():
+                        return
                     m = min(step, last - r)
                     tile = self.tiles[thread][: m * cols].reshape(m, cols)
                     state.run_alone(thread, k.J_DECODE, m, cols, dtype, source + r * row_bytes, address_of(tile))
                     np.matmul(x, tile.T, out=out[:, r : r + m])
 
         state.spread(slice_of)
+        if self.should_stop():
+            raise PromptStopped
 
     def norm(self, x: Array, gain: Array, out: Array) -> None:
         """Normalise the rows of x."""
@@ -140,26 +146,39 @@ def _padded(rows: int, cols: int) -> tuple[Array, Array]:
     return flat, flat[: rows * cols].reshape(rows, cols)
 
 
-def prefill_batch(state: CpuState, weights: Weights, ids: NDArray[np.int64], pos: int, logits: Array) -> list[float]:
+def prefill_batch(
+    state: CpuState,
+    weights: Weights,
+    ids: NDArray[np.int64],
+    pos: int,
+    logits: Array,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[float]:
     """Run the tokens `ids`, the first of which stands at `pos`, through the model.
 
     Parameters
     ----------
     logits : float32 (m, vocab_size)
         Receives the logits of the last m tokens; m may be 0.
+    should_stop
+        Asked before each tile of weights.
 
     Returns
     -------
     list of float
         Times (``time.perf_counter``) that delimit the kernels of the engine's batch rows.
+
+    Raises
+    ------
+    PromptStopped
+        If `should_stop` said so.
     """
     with one_blas_thread():
-        return _prefill(state, weights, ids, pos, logits)
+        return _prefill(_Batch(state, weights, len(ids), should_stop), ids, pos, logits)
 
 
-def _prefill(state: CpuState, weights: Weights, ids: NDArray[np.int64], pos: int, logits: Array) -> list[float]:
-    c, n = weights.config, len(ids)
-    batch = _Batch(state, weights, n)
+def _prefill(batch: _Batch, ids: NDArray[np.int64], pos: int, logits: Array) -> list[float]:
+    state, weights, c, n = batch.state, batch.weights, batch.config, batch.n
     marks = [time.perf_counter()]
     embedded = np.ascontiguousarray(weights.embed[ids])
     x = np.empty((n, c.dim), np.float32)

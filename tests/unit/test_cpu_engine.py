@@ -23,7 +23,7 @@ from calmnb.checkpoint import open_calm
 from calmnb.config import ModelConfig
 from calmnb.engine import cpu as cpu_module
 from calmnb.engine import open_engine
-from calmnb.engine.base import Weights
+from calmnb.engine.base import PromptStopped, Weights
 from calmnb.engine.cpu import CpuEngine
 from calmnb.engine.cpu_blas import one_blas_thread
 from calmnb.engine.reference import ReferenceEngine
@@ -268,6 +268,29 @@ def test_batches_of_any_length_equal_steps(length: int, opened: Open) -> None:
     np.testing.assert_allclose(by_batch.step(5, length), by_step.step(5, length), rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("patience", [0, 1, 5, 12])
+def test_a_batch_can_be_left_halfway_and_begun_again(patience: int, opened: Open) -> None:
+    weights = random_weights(WIDE)
+    tokens = [(5 * i + 1) % 40 for i in range(40)]
+    engine, asked = opened(weights, threads=1), 0
+    engine.prefill(tokens[:8])
+
+    def tired() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > patience
+
+    engine.should_stop = tired
+    with pytest.raises(PromptStopped):
+        engine.prefill(tokens[8:], 8)
+    engine.should_stop = None
+    with pytest.raises(ContextError):
+        engine.step(1, 20)  # nothing of the batch counts as cached
+    fresh = opened(weights, threads=1)
+    fresh.prefill(tokens[:8])
+    np.testing.assert_array_equal(engine.prefill(tokens[8:], 8), fresh.prefill(tokens[8:], 8))
+
+
 @pytest.mark.usefixtures("small_batches")
 def test_a_batch_may_continue_and_go_back(opened: Open) -> None:
     weights = random_weights(WIDE)
@@ -432,7 +455,7 @@ def test_reads_nothing_past_the_end_of_a_matrix(dtype: Any, sizes: tuple[int, in
 import ctypes, mmap, numpy as np
 from calmnb.engine.cpu import CpuEngine
 from calmnb.engine.cpu_blas import one_blas_thread
-from calmnb.engine.base import Weights
+from calmnb.engine.base import PromptStopped, Weights
 from tests.engine_models import random_weights
 from tests.unit.test_cpu_engine import WIDE
 libc = ctypes.CDLL(None, use_errno=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+from calmnb.engine.base import PromptStopped
 from calmnb.errors import BusyError, CalmnbError, ConfigError, ContextError
 from calmnb.generate import StopText
 from calmnb.model import load
@@ -378,6 +380,27 @@ def test_long_prompts_are_fed_in_batches() -> None:
         first = next(model.generate("abcdefghijkl"[:n]))
         assert [len(ids) for _, ids in engine.log] == [4] * (n // 4) + ([n % 4] if n % 4 else [])
         assert first.id == fresh(ids_of("abcdefghijkl"[:n]), 1)[0]
+
+
+def test_cancel_reaches_into_a_batch_of_an_engine_that_can_leave_it() -> None:
+    class Patient(FakeEngine):
+        should_stop: Callable[[], bool] | None = None
+
+        def prefill(self, tokens: Sequence[int], pos: int = 0, *, all_logits: bool = False) -> NDArray[np.float32]:
+            run.cancel()
+            assert self.should_stop is not None
+            if self.should_stop():
+                raise PromptStopped
+            return super().prefill(tokens, pos, all_logits=all_logits)
+
+    engine = Patient()
+    model = fake_model(engine)
+    run = model.generate("a" * 40)
+    assert list(run) == []
+    assert run.stop_reason == "cancelled"
+    assert engine.should_stop is None
+    assert not model.is_busy
+    assert model.prefix.ids == []
 
 
 def test_cancel_ends_a_long_prompt_between_batches() -> None:
