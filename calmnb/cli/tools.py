@@ -12,15 +12,14 @@ from calmnb.cli.common import Json, app, console, error_console, print_json, tab
 
 if TYPE_CHECKING:
     import pandas as pd
+    from rich.table import Table
 
     from calmnb.profile.session import Session
 
 __all__ = ["ncu", "nsys"]
 
 _SETTINGS = {"allow_interspersed_args": False}
-Command = Annotated[
-    list[str], typer.Argument(metavar="COMMAND...", help="Program and its arguments; `--` before it does no harm.")
-]
+Command = Annotated[list[str], typer.Argument(metavar="COMMAND", help="Program and its arguments; write `--` before it.")]
 
 
 @app.command(context_settings=_SETTINGS)
@@ -72,7 +71,10 @@ def ncu(
     skip: Annotated[int, typer.Option("--skip", min=0, help="Kernels to pass over.")] = 0,
     count: Annotated[int | None, typer.Option("--count", min=1, help="Kernels to measure; all when left out.")] = None,
     kernels: Annotated[
-        str | None, typer.Option("--kernels", help="Measure kernels whose name has this regular expression.")
+        str | None,
+        typer.Option(
+            "--kernels", help="Measure kernels whose name has this regular expression; of calmnb, those of decode steps."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write ncu's own CSV here.")] = None,
     as_json: Json = False,
@@ -83,6 +85,7 @@ def ncu(
 
     Example: `calmnb ncu --count 400 --session run.calmprof -- calmnb generate demo -i Hello -n 4`
     """
+    from calmnb.profile.attribution import STEP_KERNELS
     from calmnb.profile.ncu import attach_measured, ncu_stages, read_ncu_csv
     from calmnb.profile.nsight import run_ncu
     from calmnb.profile.session import Session
@@ -91,6 +94,8 @@ def ncu(
     if len(command) == 1 and command[0].endswith(".csv"):
         launches = read_ncu_csv(Path(command[0]))
     else:
+        if kernels is None and command[0] == "calmnb":
+            kernels = STEP_KERNELS
         text = run_ncu(command, skip=skip, count=count, kernels=kernels, output=_pass_on)
         if output:
             _write(output, text)
@@ -104,7 +109,7 @@ def ncu(
         return
     title = "one step: bytes declared and measured" if declared else "all launches: bytes from and to memory"
     out = table(title, "kernel", "stage", *(name for name, *_ in columns))
-    out.columns[0].no_wrap, out.columns[0].overflow = True, "ellipsis"
+    _shorten(out)
     for record in measured.to_dict("records"):
         cells = (_cell(record[key], unit, form) for _, key, unit, form in columns)
         out.add_row(str(record["kernel"]), str(record["stage"]), *cells)
@@ -147,7 +152,7 @@ def _print_session(session: Session, rows: int) -> None:
         stages.add_row(str(record["stage"]), *numbers)
     out.print(stages)
     kernels = table("all steps, kernel by kernel", "kernel", "stage", "calls", "total ms", "mean us", "share")
-    kernels.columns[0].no_wrap, kernels.columns[0].overflow = True, "ellipsis"
+    _shorten(kernels)
     listed = session.kernels(phase)
     listed = listed[listed["stage"] != "gap"]
     for record in listed.head(rows).to_dict("records"):
@@ -163,6 +168,11 @@ def _print_session(session: Session, rows: int) -> None:
         kernels.caption = f"{len(listed) - rows} more kernels; --rows lists them"
     out.print(kernels)
     out.print(session.summary(), highlight=False, soft_wrap=True)
+
+
+def _shorten(rows: Table) -> None:
+    """Cut long kernel names, so that the numbers have room."""
+    rows.columns[0].no_wrap, rows.columns[0].overflow, rows.columns[0].max_width = True, "ellipsis", 40
 
 
 def _cell(value: float, unit: float, form: str) -> str:

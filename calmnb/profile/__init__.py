@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from calmnb.profile.capture import measure_recording_overhead, profile
     from calmnb.profile.compare import Comparison, compare
     from calmnb.profile.device import DEVICES, find_device
+    from calmnb.profile.ncu import attach_measured, read_ncu_csv
+    from calmnb.profile.nsys import read_nsys
     from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
     from calmnb.profile.recorder import SessionRecorder, StepRecord
     from calmnb.profile.session import Peak, Session
@@ -30,6 +32,9 @@ _HOME = {
     "profile": "capture",
     "DEVICES": "device",
     "find_device": "device",
+    "attach_measured": "ncu",
+    "read_ncu_csv": "ncu",
+    "read_nsys": "nsys",
     "STAGE_COLORS": "palette",
     "STAGE_LABELS": "palette",
     "SessionRecorder": "recorder",
@@ -51,11 +56,14 @@ __all__ = [
     "SessionRecorder",
     "SpeedOfLight",
     "StepRecord",
+    "attach_measured",
     "compare",
     "find_device",
     "measure_bandwidth",
     "measure_recording_overhead",
     "profile",
+    "read_ncu_csv",
+    "read_nsys",
     "speed_of_light",
 ]
 

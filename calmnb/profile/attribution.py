@@ -16,7 +16,19 @@ from typing import NamedTuple
 
 from calmnb.engine.base import STAGES, Kernel, Phase, Stage
 
-__all__ = ["DecodeStep", "StepRange", "find_steps", "kernel_name", "layer_of_range", "stage_of_range", "step_of_range"]
+__all__ = [
+    "STEP_KERNELS",
+    "DecodeStep",
+    "StepRange",
+    "find_steps",
+    "kernel_name",
+    "layer_of_range",
+    "stage_of_range",
+    "step_of_range",
+]
+
+#: Matches the names of the kernels of calmnb's decode steps, and of no others of calmnb's.
+STEP_KERNELS = "^(embed|rotate_sinks|attention|matvec_.*|sample_.*|collect_stamps)$"
 
 _STEP = re.compile(r"(decode|prefill|token)(?=$|[\s:#=@])", re.IGNORECASE)
 _LAYER = re.compile(r"layers?[\s._:#=]*(\d{1,6})$", re.IGNORECASE)
@@ -107,19 +119,13 @@ def find_steps(names: Sequence[str]) -> list[DecodeStep]:
             i += 1
             continue
         end = i + 1
-        while end < len(bases) and _is_ours(bases[end]):
+        while end < len(bases) and bases[end] != "embed" and re.match(STEP_KERNELS, bases[end]):
             end += 1
         segment = bases[i:end]
         if "matvec_qkv" in segment:
             steps.append(DecodeStep(i, _rows(segment)))
         i = end
     return steps
-
-
-def _is_ours(base: str) -> bool:
-    return base in {"rotate_sinks", "collect_stamps", "attention"} or base.startswith(
-        ("matvec_", "sample_", "attention_combine")
-    )
 
 
 def _rows(bases: Sequence[str]) -> tuple[Kernel, ...]:

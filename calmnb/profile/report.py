@@ -79,7 +79,8 @@ def _headline(session: Session) -> list[str]:
         parts.append(f"{numbers['gb_per_s']:.4g} GB/s")
     if peak and _known(numbers["percent_of_peak"]):
         parts.append(f"{numbers['percent_of_peak']:.0f}% of {peak.gb_per_s:.4g} GB/s ({peak.kind})")
-    parts.append(f"context {numbers['kv_len_first']:.0f}-{numbers['kv_len_last']:.0f}")
+    if numbers["kv_len_last"] > 0:  # an outside tool may not know it
+        parts.append(f"context {numbers['kv_len_first']:.0f}-{numbers['kv_len_last']:.0f}")
     return parts
 
 

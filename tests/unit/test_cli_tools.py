@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +191,13 @@ def test_tools_are_found_where_installers_put_them(tmp_path: Path, bare: None, m
     assert nsight.find_tool("nsys") == str(tmp_path / "opt" / "2025.3" / "nsys")
 
 
+def test_long_kernel_names_leave_room_for_the_numbers(fake: Path, tmp_path: Path) -> None:
+    report = ReportFile(tmp_path / "long.sqlite")
+    report.launch(f"void gemm<{'tile_128x128, ' * 9}>(Params)", 0, 10, 43.5)
+    report.write()
+    assert "33.50" in run("nsys", "long.sqlite").stdout
+
+
 # -- ncu -------------------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +214,14 @@ def test_ncu_measures_nodes_of_graphs_in_base_units(fake: Path) -> None:
     for option, value in (("--graph-profiling", "node"), ("--print-units", "base"), ("--launch-skip", "5"),
                           ("--launch-count", "7"), ("--kernel-name", "regex:matvec")):  # fmt: skip
         assert given[given.index(option) + 1] == value
+
+
+def test_ncu_measures_only_decode_steps_of_calmnb(fake: Path) -> None:
+    assert run("ncu", "--", "calmnb", "info", "--help").exit_code == 0
+    given = arguments(fake)
+    names = re.compile(given[given.index("--kernel-name") + 1].removeprefix("regex:"))
+    assert all(names.search(name) for name in step_names(1))
+    assert not [name for name in ("attention_prefill", "embed_rows", "read_bytes", "fill_random") if names.search(name)]
 
 
 def test_ncu_sets_measured_bytes_beside_declared_ones(fake: Path, tmp_path: Path) -> None:

@@ -110,6 +110,14 @@ def test_a_replayed_graph_is_read_by_the_order_of_its_kernels(tmp_path: Path, sc
     }  # fmt: skip
 
 
+def test_a_position_that_nothing_tells_is_not_made_up(tmp_path: Path) -> None:
+    report = ReportFile(tmp_path / "r.sqlite")
+    report.graph(step_names(1), 0, 10)
+    session = read_nsys(report.write())
+    assert session.steps["pos"].tolist() == [-1]
+    assert "context" not in session.summary()
+
+
 def test_graph_nodes_are_kept(tmp_path: Path) -> None:
     report = ReportFile(tmp_path / "r.sqlite")
     report.graph(step_names(1), 0, 10)
