@@ -116,7 +116,7 @@ def test_the_chat_notebook_with_the_real_model(page: Any, lab: str, folder: Path
     assert "stopped" in chat.locator(".cn-meta").last.inner_text()
 
     notebook.page.locator(".cn-settings summary").click()
-    notebook.say("What is the capital of France?")
+    notebook.say("Explain in a few sentences how a rainbow forms.")
     page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 3", polling=100)
     notebook.wait_status("ready")
     assert len(said(notebook)[-1]) > 3
