@@ -23,6 +23,7 @@ from calmnb.plots.style import (
 from calmnb.profile.compare_report import row_name
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.report import device_label
+from calmnb.profile.settings import model_name
 from calmnb.profile.tables import selected_steps
 from calmnb.profile.waterfall import waterfall as waterfall_table
 
@@ -211,7 +212,7 @@ def _in_words(total: dict[str, Any]) -> str:
 def _comparison_caption(comparison: Comparison) -> list[str]:
     """Every difference that a reader must know, then what is the same, then how it was made."""
     meta, differing = comparison.a.meta, {name for name, _, _ in comparison.settings}
-    same = [("model", meta.get("model")), ("weights", meta.get("dtype")), ("device", device_label(meta))]
+    same = [("model", model_name(meta)), ("weights", meta.get("dtype")), ("device", device_label(meta))]
     parts = [str(value) for name, value in same if name not in differing and value]
     if "KV cache" not in differing and meta.get("kv_dtype"):
         parts.append(f"KV {meta['kv_dtype']}")

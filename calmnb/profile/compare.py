@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from calmnb.engine.base import STAGES, Phase
 from calmnb.errors import ConfigError
+from calmnb.profile.resample import RESAMPLES, uncertainty
 from calmnb.profile.session import Session
 from calmnb.profile.settings import distinguishing_labels, setting_differences
-from calmnb.profile.typical import StepSamples, central, step_samples
+from calmnb.profile.typical import StepSamples, step_samples
 
 __all__ = ["COMPARE_COLUMNS", "MIN_STEPS", "Comparison", "Verdict", "compare"]
 
@@ -41,10 +42,11 @@ COMPARE_COLUMNS: dict[str, str] = {
 
 #: Fewer settled steps than this in a session give no interval.
 MIN_STEPS = 8
+#: From so many runs (answers) in each session on, whole runs are resampled.
+MIN_RUNS = 5
 
 _BY = {"stage": ["stage"], "layer": ["layer"], "kernel": ["kernel", "stage"]}
 _COLUMNS = ("stage", "layer", "kernel", "source")
-_RESAMPLES = 2000
 _NOTHING_US = 1e-3  # a nanosecond: below any clock's resolution, and what is left of rounding
 
 
@@ -70,6 +72,8 @@ class Comparison:
     steps : tuple of int
         Settled steps of a and b.
     confidence : float
+    by_runs : bool
+        Whether intervals come from resampling whole runs, and so cover what changes between runs.
     a, b : Session
     """
 
@@ -82,17 +86,20 @@ class Comparison:
     notes: tuple[str, ...]
     steps: tuple[int, int]
     confidence: float
+    by_runs: bool
     a: Session
     b: Session
 
     @property
     def method(self) -> str:
         """How the intervals and verdicts came about, in a sentence or two."""
-        return (
-            f"times: mean of the middle 60% of {self.steps[0]} and {self.steps[1]} steps; intervals: {_RESAMPLES} "
-            f"block-bootstrap resamples of the steps, {100 * self.confidence:g}% for all {len(self.table)} rows together "
-            "(max-t); they cover noise between steps, not between runs"
-        )
+        parts = [f"times: mean of the middle 60% of {self.steps[0]} and {self.steps[1]} steps"]
+        if min(self.steps) >= MIN_STEPS:
+            what = "whole runs" if self.by_runs else "blocks of steps"
+            covers = "they cover noise between runs" if self.by_runs else "they cover noise between steps, not between runs"
+            level = f"{100 * self.confidence:g}% for all {len(self.table)} rows together (max-t)"
+            parts.append(f"intervals: {RESAMPLES} bootstrap resamples of {what}, {level}; {covers}")
+        return "; ".join(parts)
 
     def summary(self) -> str:
         """One line to paste in an issue."""
@@ -169,10 +176,11 @@ def compare(
     row's time is its mean over the middle 60% of the steps ranked by whole time, so that rows add up to the step and a
     long tail does not count. Its uncertainty comes from a circular block bootstrap of the steps (blocks of about
     n**(1/3), since neighbouring steps resemble each other; Politis and Romano 1992), widened as Student's t is for few
-    blocks. Many rows give many chances of a false alarm, so intervals hold for all rows at once: each is the difference
-    plus or minus c standard errors, where c is the `confidence` quantile of the largest standardised deviation among all
-    rows of a resample (max-t; Westfall and Young 1993). A verdict is given where the interval excludes zero. None of
-    this sees what differs from run to run (clocks, other work): record the same thing twice to see that.
+    blocks. Neighbouring runs differ by more than that (clocks, other work): where both sessions hold five or more runs,
+    whole runs are resampled and the intervals cover it; best record the runs of a and b in turns. Many rows give many
+    chances of a false alarm, so intervals hold for all rows at once: each is the difference plus or minus c standard
+    errors, where c is the `confidence` quantile of the largest standardised deviation among all rows of a resample
+    (max-t; Westfall and Young 1993). A verdict is given where the interval excludes zero.
 
     Examples
     --------
@@ -187,8 +195,9 @@ def compare(
     moved = [nbytes[side.middle].mean(axis=0) for side, (_, nbytes) in zip(samples, sides, strict=True)]
     counts = len(samples[0].seconds), len(samples[1].seconds)
     errors, factor = np.full(len(rows) + 1, np.nan), (math.nan, math.nan)
+    groups = _runs(samples)
     if min(counts) >= MIN_STEPS:
-        errors, factor = _uncertainty([seconds for seconds, _ in sides], confidence, seed)
+        errors, factor = uncertainty([seconds for seconds, _ in sides], groups, confidence, seed)
     change = float(means[1].sum() - means[0].sum())
     in_a, in_b = (set(side.rows) for side in samples)
     records = []
@@ -211,6 +220,7 @@ def compare(
         notes=_notes(a, b, settings, counts, samples),
         steps=counts,
         confidence=confidence,
+        by_runs=groups is not None,
         a=a,
         b=b,
     )
@@ -259,49 +269,13 @@ def _aligned(side: StepSamples, rows: list[tuple[Any, ...]]) -> tuple[NDArray[np
     return seconds, nbytes
 
 
-def _uncertainty(
-    sides: list[NDArray[np.float64]], confidence: float, seed: int
-) -> tuple[NDArray[np.float64], tuple[float, float]]:
-    """Standard errors of the rows' differences and, last, of the total's, in microseconds; the factors of both intervals."""
-    random = np.random.default_rng(seed)
-    a, b = (_resampled_means(seconds, random) * 1e6 for seconds in sides)
-    means = [seconds[central(seconds.sum(axis=1))].mean(axis=0) * 1e6 for seconds in sides]
-    off = (b - a) - (means[1] - means[0])
-    off = np.column_stack([off, off.sum(axis=1)])
-    # What is resampled scatters less than what was drawn from, by (blocks - 1) / blocks.
-    blocks = min(len(seconds) / _block(len(seconds)) for seconds in sides)
-    errors = np.sqrt((off**2).mean(axis=0) * blocks / (blocks - 1))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        deviations = np.where(errors > 0, np.abs(off) / errors, 0.0)
-    freedom = sum(len(seconds) / _block(len(seconds)) - 1 for seconds in sides)
-    largest, alone = (np.quantile(d, confidence) for d in (deviations[:, :-1].max(axis=1), deviations[:, -1]))
-    return errors, (_student(float(largest), freedom), _student(float(alone), freedom))
-
-
-def _student(z: float, freedom: float) -> float:
-    """Widen a normal quantile to Student's t of so many degrees of freedom (Cornish-Fisher expansion)."""
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-
-
-def _block(n: int) -> int:
-    """Neighbouring steps that are resampled together."""
-    return max(1, round(math.pow(n, 1 / 3)))
-
-
-def _resampled_means(seconds: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.float64]:
-    """Means over the middle steps of resamples made of blocks of neighbouring steps, shape (_RESAMPLES, n_rows)."""
-    n = len(seconds)
-    totals, block = seconds.sum(axis=1), _block(n)
-    parts = []
-    for done in range(0, _RESAMPLES, 250):  # a piece at a time: long sessions have thousands of steps
-        some = min(250, _RESAMPLES - done)
-        starts = random.integers(0, n, (some, -(-n // block)))
-        picks = ((starts[:, :, None] + np.arange(block)) % n).reshape(some, -1)[:, :n]
-        middle = np.take_along_axis(picks, central(totals[picks]), axis=1)
-        flat = (middle + n * np.arange(some)[:, None]).ravel()
-        weights = np.bincount(flat, minlength=some * n).reshape(some, n) / middle.shape[1]
-        parts.append(weights @ seconds)
-    return np.concatenate(parts)
+def _runs(samples: tuple[StepSamples, StepSamples]) -> list[list[NDArray[np.intp]]] | None:
+    """Indices of the steps of each run on both sides; None if a side has too few runs to tell how runs scatter."""
+    sides = []
+    for side in samples:
+        run = side.steps["run"].to_numpy()
+        sides.append([np.flatnonzero(run == one) for one in np.unique(run)])
+    return sides if min(map(len, sides)) >= MIN_RUNS else None
 
 
 def _record(
@@ -338,8 +312,11 @@ def _notes(
     samples: tuple[StepSamples, StepSamples],
 ) -> tuple[str, ...]:
     notes, different = [], {name for name, _, _ in settings}
-    if "model" in different or any(name.startswith("config.") for name in different):
-        notes.append("the models differ: stages of the same name do different work")
+    if any(name.startswith("config.") for name in different):
+        notes.append("the models differ in size: stages of the same name do different work")
+    if "measured peak" in different and "device" not in different:
+        peaks = " and ".join(str(session.peak("measured") or "none") for session in (a, b))
+        notes.append(f"the same device read its memory at {peaks}: it was not equally free")
     if "times" in different:
         notes.append("times were taken in different ways: part of the difference may be the measurement")
     spans = [(int(side.steps["kv_len"].min()), int(side.steps["kv_len"].max())) for side in samples]

@@ -8,6 +8,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 from calmnb.profile.report import device_label, html_table
+from calmnb.profile.settings import model_name
 
 if TYPE_CHECKING:
     from calmnb.profile.compare import Comparison
@@ -62,7 +63,7 @@ def summary_line(comparison: Comparison) -> str:
     """What ran, from what to what, the change with its interval, and the row that changed most."""
     total, meta = comparison.total, comparison.a.meta
     differing = {name for name, _, _ in comparison.settings}
-    parts = [] if "model" in differing else [str(meta.get("model", "unknown model"))]
+    parts = [] if "model" in differing else [model_name(meta)]
     if "device" not in differing:
         parts.append(device_label(meta))
     unit = "ms/token" if comparison.phase == "decode" else "ms/step"

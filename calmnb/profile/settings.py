@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from calmnb.engine.base import Phase
@@ -11,9 +12,16 @@ from calmnb.profile.tables import selected_steps
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
 
-__all__ = ["distinguishing_labels", "setting_differences"]
+__all__ = ["distinguishing_labels", "model_name", "setting_differences"]
 
 _FEW_PERCENT = 0.05
+
+
+def model_name(meta: Mapping[str, Any]) -> str:
+    """Name of the model without its dtype at the end: files are named for it, and "weights" says it already."""
+    name, dtype = str(meta.get("model", "unknown model")), str(meta.get("dtype") or "")
+    short = name.removesuffix(dtype).rstrip("-_. ") if dtype else name
+    return short or name
 
 
 def _main_settings(session: Session, phase: Phase) -> dict[str, str]:
@@ -21,7 +29,7 @@ def _main_settings(session: Session, phase: Phase) -> dict[str, str]:
     meta, steps = session.meta, selected_steps(session.steps, phase)
     first, last = steps["kv_len"].min(), steps["kv_len"].max()
     return {
-        "model": str(meta.get("model", "unknown")),
+        "model": model_name(meta),
         "weights": str(meta.get("dtype", "unknown")),
         "KV cache": str(meta.get("kv_dtype", "unknown")),
         "device": device_label(meta),

@@ -128,7 +128,7 @@ def test_an_axis_that_does_not_start_at_zero_says_so(comparisons: dict[str, Comp
 def test_a_comparisons_caption_names_what_differs_and_what_does_not(comparisons: dict[str, Comparison]) -> None:
     said = texts(plots.compare(comparisons["apples and pears"]))
     for fact in ("fake-model", "NVIDIA H200", "times: cpu / stamps", "context 26-64 / 125-", "decode steps",
-                 "more settings differ", "the models differ", "95% for all rows together"):  # fmt: skip
+                 "more settings differ", "the models differ in size", "95% for all rows together"):  # fmt: skip
         assert fact in said
 
 

@@ -146,6 +146,36 @@ def test_a_longer_answer_is_no_noise_of_attention() -> None:
     assert row["high_us"] - row["low_us"] < 0.5 * spread
 
 
+def drifting(tokens: int, runs: int, seed: int) -> Session:
+    """Each run is slower than the others by a factor of its own, as on a machine that others use too."""
+    random = np.random.default_rng(seed)
+    whole = SessionRecorder(session().meta)
+    for run in range(runs):
+        factor, now = random.lognormal(0.0, 0.1), 1000.0 * run
+        for step in noisy_recorder(SMALL, tokens=tokens, seed=int(random.integers(1 << 30))).steps:
+            spans = [now + factor * (times - 1000.0) for times in (step.starts, step.ends)]
+            ends = (now + factor * (step.step_start - 1000.0), now + factor * (step.step_end - 1000.0))
+            whole.add(step.phase, step.pos, step.kv_len, step.n_tokens, step.kernels, *spans, *ends)
+    return whole.session()
+
+
+def test_runs_that_drift_are_no_difference_where_there_are_several() -> None:
+    pairs = [compare(drifting(8, 8, seed), drifting(8, 8, seed + 100)) for seed in range(12)]
+    assert all(pair.by_runs for pair in pairs)
+    assert sum((pair.table["verdict"] != "no difference shown").any() for pair in pairs) <= 2
+
+
+def test_what_the_intervals_cover_is_said(fp16: Session, fp8: Session) -> None:
+    assert "not between runs" in compare(fp16, fp8).method
+    assert "whole runs" in compare(drifting(4, 5, 0), drifting(4, 6, 1)).method
+    assert "whole runs" not in compare(drifting(4, 5, 0), drifting(9, 4, 1)).method
+
+
+def test_a_machine_that_was_not_equally_free_is_noted() -> None:
+    notes = compare(session(), session(peaks={"measured": {"gb_per_s": 20.0}})).notes
+    assert any("34.2 GB/s (measured) and 20 GB/s (measured)" in note for note in notes)
+
+
 def test_more_confidence_takes_wider_intervals(fp16: Session, fp8: Session) -> None:
     some, more = (compare(fp16, fp8, confidence=level).table for level in (0.8, 0.99))
     assert (more["high_us"] - more["low_us"]).sum() > (some["high_us"] - some["low_us"]).sum()
@@ -220,6 +250,7 @@ def test_a_peak_read_twice_is_no_other_setting() -> None:
         ({"model": "other", "git_revision": "def"}, ("fake-model", "other")),
         ({"model": "other", "dtype": "gf4", "device": "H200"}, ("fake-model, fp8", "other, gf4")),
         ({"versions": {}}, ("a", "b")),
+        ({"model": "fake-model-gf4", "dtype": "gf4"}, ("fp8", "gf4")),
     ],
 )
 def test_labels_are_what_tells_the_sessions_apart(changed: dict[str, Any], labels: tuple[str, str]) -> None:
