@@ -20,11 +20,11 @@ from calmnb.plots.style import (
     require_decode,
     style_axes,
 )
+from calmnb.profile.compare import MIN_STEPS
 from calmnb.profile.compare_report import row_name
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.report import device_label
-from calmnb.profile.settings import model_name
-from calmnb.profile.tables import selected_steps
+from calmnb.profile.settings import context_span, model_name
 from calmnb.profile.waterfall import waterfall as waterfall_table
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def _comparison_caption(comparison: Comparison) -> list[str]:
     parts = [str(value) for name, value in same if name not in differing and value]
     if "KV cache" not in differing and meta.get("kv_dtype"):
         parts.append(f"KV {meta['kv_dtype']}")
-    spans = [_context(session, comparison) for session in (comparison.a, comparison.b)]
+    spans = [context_span(session, comparison.phase) for session in (comparison.a, comparison.b)]
     parts.append(f"context {' / '.join(dict.fromkeys(spans))}")
     sources = [str(session.meta.get("time_source", "unknown")) for session in (comparison.a, comparison.b)]
     parts.append(f"times: {' / '.join(dict.fromkeys(sources))}")
@@ -227,13 +227,11 @@ def _comparison_caption(comparison: Comparison) -> list[str]:
     parts += list(comparison.notes)
     steps = " / ".join(f"{n}" for n in comparison.steps)
     parts.append(f"means of the middle 60% of {steps} {comparison.phase} steps")
-    whiskers = f"whiskers: {100 * comparison.confidence:g}% for all rows together"
-    return [*parts, f"{whiskers}; hatched, unclear: no difference shown"]
-
-
-def _context(session: Session, comparison: Comparison) -> str:
-    length = selected_steps(session.steps, comparison.phase)["kv_len"]
-    return f"{length.min():.0f}-{length.max():.0f}"
+    if min(comparison.steps) < MIN_STEPS:
+        return parts
+    noise = "runs" if comparison.by_runs else "steps"
+    whiskers = f"whiskers: {100 * comparison.confidence:g}% for all rows together, noise between {noise}"
+    return [*parts, whiskers, "hatched, unclear: no difference shown"]
 
 
 def _draw(axes: Any, bars: list[_Bar], titles: tuple[str, ...], theme: Theme, *, from_zero: bool = False) -> None:

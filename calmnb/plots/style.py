@@ -189,7 +189,10 @@ def caption(session: Session, *extra: str, statistic: str = "median") -> list[st
     parts = [str(meta.get("model", "unknown model"))]
     if meta.get("dtype"):
         parts.append(f"{meta['dtype']}, KV {meta.get('kv_dtype', 'fp16')}")
-    parts += [device_label(meta), f"context {numbers['kv_len_first']:.0f}-{numbers['kv_len_last']:.0f}", *extra]
+    parts.append(device_label(meta))
+    if numbers["kv_len_last"] > 0:  # an outside tool may not know it
+        parts.append(f"context {numbers['kv_len_first']:.0f}-{numbers['kv_len_last']:.0f}")
+    parts += extra
     parts.append(f"{statistic} of {numbers['tokens']:.0f} decode steps" + (", warm-up left out" if _left_out(session) else ""))
     return [*parts, f"times: {meta.get('time_source', 'unknown')}"]
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from calmnb.engine.base import STAGES, Phase
 from calmnb.errors import ConfigError
+from calmnb.profile.pivot import added_columns
 from calmnb.profile.resample import RESAMPLES, uncertainty
 from calmnb.profile.session import Session
 from calmnb.profile.settings import distinguishing_labels, setting_differences
@@ -152,7 +153,8 @@ def compare(
         Sessions with at least one step of `phase`. They may differ in anything: rows that one lacks are kept, settings
         that differ are listed.
     by
-        "stage", "layer", "kernel" (kernel and stage), or several of the columns ``stage, layer, kernel, source``.
+        "stage", "layer", "kernel" (kernel and stage), or several of the columns ``stage, layer, kernel, source`` and
+        of the labels that an outside tool added to both (``nvtx``).
     phase : {"decode", "prefill"}
     labels
         Short names for a and b; by default what tells them apart ("fp16", "fp8").
@@ -233,12 +235,14 @@ def _checked(a: Session, b: Session, by: str | Sequence[str], phase: Phase, conf
                 f"compare: {name} is a {type(session).__name__}, not a Session; record one with calmnb.profile(...) or "
                 "open one with calmnb.Session.load(path)"
             )
-    if isinstance(by, str) and by not in _BY and by not in _COLUMNS:
-        raise ConfigError(f"compare: by is {by!r}; accepted are 'stage', 'layer', 'kernel' or a list of {', '.join(_COLUMNS)}")
+    added = [column for column in added_columns(a.events, numbers=False) if column in b.events.columns]
+    columns = [*_COLUMNS, *added]
+    if isinstance(by, str) and by not in _BY and by not in columns:
+        raise ConfigError(f"compare: by is {by!r}; accepted are 'stage', 'layer', 'kernel' or a list of {', '.join(columns)}")
     keys = _BY.get(by, [by]) if isinstance(by, str) else list(by)
-    unknown = [key for key in keys if key not in _COLUMNS]
+    unknown = [key for key in keys if key not in columns]
     if unknown or not keys or len(set(keys)) < len(keys):
-        raise ConfigError(f"compare: by is {keys!r}; accepted are different columns of {', '.join(_COLUMNS)}")
+        raise ConfigError(f"compare: by is {keys!r}; accepted are different columns of {', '.join(columns)}")
     if phase not in ("decode", "prefill"):
         raise ConfigError(f"compare: phase is {phase!r}; accepted are 'decode' and 'prefill'")
     if not 0 < confidence < 1:
@@ -320,7 +324,8 @@ def _notes(
     if "times" in different:
         notes.append("times were taken in different ways: part of the difference may be the measurement")
     spans = [(int(side.steps["kv_len"].min()), int(side.steps["kv_len"].max())) for side in samples]
-    if spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]:
+    are_known = min(last for _, last in spans) > 0  # an outside tool may not know them
+    if are_known and (spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]):
         notes.append("the contexts do not overlap: attention reads different amounts of KV cache")
     if min(counts) < MIN_STEPS:
         few = "1 step is" if min(counts) == 1 else f"{min(counts)} steps are"

@@ -66,7 +66,8 @@ def summary_line(comparison: Comparison) -> str:
     parts = [] if "model" in differing else [model_name(meta)]
     if "device" not in differing:
         parts.append(device_label(meta))
-    unit = "ms/token" if comparison.phase == "decode" else "ms/step"
+    foreign = "foreign" in (comparison.a.meta.get("engine"), comparison.b.meta.get("engine"))
+    unit = "ms/token" if comparison.phase == "decode" and not foreign else "ms/step"
     parts.append(f"{comparison.labels[0]} -> {comparison.labels[1]}")
     parts.append(f"{_milliseconds(total['time_us_a'])} -> {_milliseconds(total['time_us_b'])} {unit}")
     change = f"x{total['ratio']:.3f}, {_milliseconds(total['difference_us'], '+')} ms"

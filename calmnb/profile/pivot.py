@@ -10,11 +10,12 @@ import pandas as pd
 
 from calmnb.engine.base import Phase
 from calmnb.errors import ConfigError
+from calmnb.profile.events import EVENT_COLUMNS
 from calmnb.profile.tables import selected_steps
 
-__all__ = ["PIVOT_KEYS", "PIVOT_STATISTICS", "PIVOT_VALUES", "pivot"]
+__all__ = ["PIVOT_KEYS", "PIVOT_STATISTICS", "PIVOT_VALUES", "added_columns", "pivot"]
 
-#: Columns that rows and columns of a pivot may be named by.
+#: Columns that rows and columns of a pivot may be named by; so may labels that an outside tool added (``nvtx``).
 PIVOT_KEYS = ("run", "step", "phase", "pos", "kv_len", "n_tokens", "layer", "stage", "kernel", "source")
 
 #: What each value of a pivot means. Rows of one step that fall in the same cell are added up before anything else.
@@ -60,13 +61,18 @@ def pivot(
     statistic: str = "median",
 ) -> pd.DataFrame:
     """Pivot the event table; see `calmnb.profile.session.Session.pivot`, whose parameters these are."""
-    rows, across = _keys("index", index), _keys("columns", columns)
+    labels = added_columns(events, numbers=False)
+    rows, across = _keys("index", index, labels), _keys("columns", columns, labels)
     keys = [*rows, *across]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if not rows or twice:
         problem = f"{', '.join(twice)} is named twice" if twice else "index names no column"
-        raise ConfigError(f"pivot: {problem}; index and columns take different names of {', '.join(PIVOT_KEYS)}")
-    for name, value, accepted in (("values", values, PIVOT_VALUES), ("statistic", statistic, PIVOT_STATISTICS)):
+        raise ConfigError(f"pivot: {problem}; index and columns take different names of {_listed(PIVOT_KEYS, labels)}")
+    numbers = added_columns(events, numbers=True)
+    for name, value, accepted in (
+        ("values", values, [*PIVOT_VALUES, *numbers]),
+        ("statistic", statistic, [*PIVOT_STATISTICS]),
+    ):
         if value not in accepted:
             raise ConfigError(f"pivot: {name} is {value!r}; accepted are {', '.join(accepted)}")
     if phase not in ("decode", "prefill", None):
@@ -88,11 +94,21 @@ def pivot(
     return table
 
 
-def _keys(name: str, given: str | Sequence[str]) -> list[str]:
+def added_columns(events: pd.DataFrame, *, numbers: bool) -> list[str]:
+    """Columns beyond `EVENT_COLUMNS` that hold amounts (`numbers`: bytes_measured), or else labels (nvtx)."""
+    extra = [str(column) for column in events.columns if column not in EVENT_COLUMNS]
+    return [column for column in extra if pd.api.types.is_numeric_dtype(events[column]) == numbers]
+
+
+def _listed(names: Sequence[str], more: Sequence[str]) -> str:
+    return ", ".join([*names, *more])
+
+
+def _keys(name: str, given: str | Sequence[str], labels: list[str]) -> list[str]:
     keys = [given] if isinstance(given, str) else list(given)
-    unknown = [key for key in keys if key not in PIVOT_KEYS]
+    unknown = [key for key in keys if key not in PIVOT_KEYS and key not in labels]
     if unknown:
-        raise ConfigError(f"pivot: {name} names {', '.join(map(repr, unknown))}; accepted are {', '.join(PIVOT_KEYS)}")
+        raise ConfigError(f"pivot: {name} names {', '.join(map(repr, unknown))}; accepted are {_listed(PIVOT_KEYS, labels)}")
     return keys
 
 
@@ -102,7 +118,7 @@ def _cells(events: pd.DataFrame, steps: pd.DataFrame, keys: list[str]) -> pd.Dat
     frame["of step"] = events["step"]
     frame["time_us"], frame["duration_us"] = events["exclusive_s"] * 1e6, events["duration_s"] * 1e6
     frame["calls"] = np.ones(len(events), np.int64)
-    sums = ["bytes_min", "bytes_counted", "flops"]
+    sums = ["bytes_min", "bytes_counted", "flops", *added_columns(events, numbers=True)]
     frame[sums] = events[sums]
     labels = ["of step", *(f"by {key}" for key in keys)]
     out = frame.groupby(labels, observed=True)[["time_us", "duration_us", "calls", *sums]].sum()

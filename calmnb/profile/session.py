@@ -171,10 +171,11 @@ class Session:
         Parameters
         ----------
         index, columns
-            One or several of ``run, step, phase, pos, kv_len, n_tokens, layer, stage, kernel, source``.
+            One or several of ``run, step, phase, pos, kv_len, n_tokens, layer, stage, kernel, source``, or of the labels
+            that an outside tool added to the events (``nvtx``).
         values
             A key of `calmnb.profile.pivot.PIVOT_VALUES`: ``time_us, duration_us, share_percent, calls, bytes_min,
-            bytes_counted, flops, gb_per_s, gflop_per_s, flop_per_byte``.
+            bytes_counted, flops, gb_per_s, gflop_per_s, flop_per_byte``; or an amount that an outside tool added.
         phase : {"decode", "prefill"} or None
             Which steps; None takes both. Warm-up steps are left out, as in every table.
         statistic : {"median", "mean", "std", "min", "max", "sum", "p20", "p80"}

@@ -12,7 +12,7 @@ from calmnb.profile.tables import selected_steps
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
 
-__all__ = ["distinguishing_labels", "model_name", "setting_differences"]
+__all__ = ["context_span", "distinguishing_labels", "model_name", "setting_differences"]
 
 _FEW_PERCENT = 0.05
 
@@ -24,10 +24,17 @@ def model_name(meta: Mapping[str, Any]) -> str:
     return short or name
 
 
+def context_span(session: Session, phase: Phase) -> str:
+    """First and last ``kv_len`` of the steps that tables use, or "unknown"."""
+    lengths = selected_steps(session.steps, phase)["kv_len"]
+    if not len(lengths) or lengths.max() <= 0:  # an outside tool may not know them
+        return "unknown"
+    return f"{lengths.min():.0f}-{lengths.max():.0f}"
+
+
 def _main_settings(session: Session, phase: Phase) -> dict[str, str]:
     """What a reader asks first, in that order."""
-    meta, steps = session.meta, selected_steps(session.steps, phase)
-    first, last = steps["kv_len"].min(), steps["kv_len"].max()
+    meta = session.meta
     return {
         "model": model_name(meta),
         "weights": str(meta.get("dtype", "unknown")),
@@ -35,7 +42,7 @@ def _main_settings(session: Session, phase: Phase) -> dict[str, str]:
         "device": device_label(meta),
         "engine": str(meta.get("engine", "unknown")),
         "times": str(meta.get("time_source", "unknown")),
-        "context": f"{first:.0f}-{last:.0f}" if len(steps) else "none",
+        "context": context_span(session, phase),
     }
 
 

@@ -402,6 +402,29 @@ def test_pivot_names_what_it_accepts(fp8: Session, options: Any, named: str) -> 
         fp8.pivot(**options)
 
 
+def test_what_an_outside_tool_added_can_be_pivoted_on_and_compared_by() -> None:
+    read = session()
+    read.events["nvtx"] = ["my range" if layer == 1 else "" for layer in read.events["layer"]]
+    read.events["bytes_measured"] = 2 * read.events["bytes_min"]
+    layer = read.pivot("layer").loc[1, "time_us"]
+    assert read.pivot("nvtx").loc["my range", "time_us"] == pytest.approx(layer)
+    double = 2 * read.pivot("stage", values="bytes_min")["bytes_min"]
+    assert list(read.pivot("stage", values="bytes_measured")["bytes_measured"]) == list(double)
+    assert set(compare(read, read, by="nvtx").table["nvtx"]) == {"", "my range"}
+    with pytest.raises(ConfigError, match="source"):
+        compare(read, session(), by="nvtx")
+    with pytest.raises(ConfigError, match="source, nvtx"):
+        read.pivot("colour")
+
+
+def test_contexts_that_nobody_knows_are_not_made_up() -> None:
+    read = session()
+    read.steps["kv_len"] = 0
+    result = compare(read, session())
+    assert ("context", "unknown", "26-54") in result.settings
+    assert result.notes == ()
+
+
 # ---------------------------------------------------------------- command
 
 
