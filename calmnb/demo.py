@@ -60,7 +60,7 @@ def run_demo(
         sys.stdout.write("\n\n")
         session = recorder.session()
     print_stages(session, out)
-    _write_png(plots.roofline(session), roofline)
+    plots.roofline(session).write_png(roofline)
     notes.print(f"wrote {roofline}", highlight=False, soft_wrap=True)
     notes.print("next:  [bold]calmnb lab[/]   chat with it in JupyterLab, with live plots beside the chat", highlight=False)
     return session
@@ -98,29 +98,8 @@ def write_plots(session: Session, folder: Path) -> list[Path]:
     from calmnb import plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for draw in (plots.roofline, plots.intensity_roofline, plots.layers, plots.latency, plots.kv_cost):
-        path = folder / f"{draw.__name__}.png"
-        _write_png(draw(session), path)
-        written.append(path)
-    return written
-
-
-def _write_png(figure: object, path: Path) -> None:
-    """Save a figure under a temporary name, then rename: never half a file."""
-    from matplotlib.figure import Figure
-
-    from calmnb.errors import CalmnbError
-
-    assert isinstance(figure, Figure)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        figure.savefig(temporary, format="png", dpi=120)
-        temporary.replace(path)
-    except OSError as error:
-        raise CalmnbError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    figures = (plots.roofline, plots.intensity_roofline, plots.layers, plots.latency, plots.kv_cost, plots.waterfall)
+    return [draw(session).write_png(folder / f"{draw.__name__}.png") for draw in figures]
 
 
 def _optional(value: float, spec: str, unit: str = "") -> str:

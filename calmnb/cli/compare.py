@@ -30,7 +30,6 @@ def compare(
 
     Example: `calmnb compare before.calmprof after.calmprof --by stage --plot difference.png`
     """
-    from calmnb.demo import _write_png
     from calmnb.profile import Session
     from calmnb.profile import compare as run
 
@@ -39,7 +38,7 @@ def compare(
     if plot:
         from calmnb import plots
 
-        _write_png(plots.compare(comparison), plot)
+        plots.compare(comparison).write_png(plot)
         error_console().print(f"[dim]wrote {plot}[/]", highlight=False, soft_wrap=True)
     if as_json:
         print_json(comparison.to_dict())

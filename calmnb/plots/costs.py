@@ -179,7 +179,7 @@ def kv_cost(session: Session, *, dark: bool = False) -> CalmFigure:
     Parameters and return value as for `layers`. The line is the cache's bytes over the bandwidth that the weights' stages
     reached in this session: where the dots lie above it, attention reads its bytes less well than the matrices do.
     """
-    require_decode(session, "kv_cost")
+    require_decode(session, "kv_cost", declared=True)
     theme = DARK if dark else LIGHT
     table = session.kv_cost()
     if not len(table):

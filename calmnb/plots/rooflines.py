@@ -156,7 +156,7 @@ def intensity_roofline(session: Session, peak: PeakChoice = None, *, dark: bool 
     Parameters and return value as for `roofline`. A mark's area follows its share of the step's time; the diamond is
     the prompt, whose tokens share each read of the weights.
     """
-    require_decode(session, "intensity_roofline")
+    require_decode(session, "intensity_roofline", declared=True)
     theme = DARK if dark else LIGHT
     lines = peaks(session, peak)
     points = _points(session)

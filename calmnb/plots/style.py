@@ -6,9 +6,11 @@ Figures are built with matplotlib's Figure API. pyplot keeps global state, and i
 from __future__ import annotations
 
 import io
+import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
@@ -17,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from calmnb.engine.base import Stage
-from calmnb.errors import ConfigError
+from calmnb.errors import CalmnbError, ConfigError
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.report import decode_summary, device_label
 
@@ -69,6 +71,25 @@ class CalmFigure(Figure):
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=self.dpi)
         return buffer.getvalue()
+
+    def write_png(self, path: str | Path, *, dpi: float = 120) -> Path:
+        """Write a PNG under a temporary name, then rename it: never half a file. Returns its path.
+
+        Raises
+        ------
+        CalmnbError
+            If it cannot be written.
+        """
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            self.savefig(temporary, format="png", dpi=dpi)
+            temporary.replace(path)
+        except OSError as error:
+            raise CalmnbError(f"{path} cannot be written: {error.strerror or error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
 
 
 def new_figure(title: str, note: Sequence[str], theme: Theme, *, height: float = 4.6, key: bool = False) -> CalmFigure:
@@ -165,10 +186,15 @@ def spread(wanted: list[float], gap: float, low: float, high: float) -> list[flo
     return placed
 
 
-def require_decode(session: Session, figure: str) -> None:
-    """Refuse a session without a decoded token, which a figure of decoding cannot show."""
+def require_decode(session: Session, figure: str, *, declared: bool = False) -> None:
+    """Refuse a session without a decoded token, which a figure of decoding cannot show, or without bytes if `declared`."""
     if not decode_summary(session)["tokens"]:
         raise ConfigError(f"plots.{figure}: the session has no decoded token; record at least two tokens, e.g. tokens=32")
+    if declared and not (session.events["bytes_min"] > 0).any():
+        raise ConfigError(
+            f"plots.{figure}: no kernel of the session declares its bytes; for a report of Nsight Systems, say which model "
+            "ran: calmnb.read_nsys(path, config=...)"
+        )
 
 
 def peaks(session: Session, peak: PeakChoice) -> list[Peak]:
