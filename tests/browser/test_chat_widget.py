@@ -100,8 +100,13 @@ def test_the_chat_notebook_with_the_real_model(page: Any, lab: str, folder: Path
     chat.scroll_into_view_if_needed()
     before = chat.locator(".cn-big").first.inner_text(), ink(page, 1), ink(page, 2)
     notebook.page.locator(".cn-settings summary").click()
-    chat.get_by_label("max tokens").fill("512")
-    chat.get_by_label("max tokens").press("Tab")
+
+    def setting(label: str, value: str) -> None:
+        chat.get_by_label(label).fill(value)
+        chat.get_by_label(label).press("Tab")
+
+    setting("temperature", "0")  # a greedy story here goes on for more than 1500 tokens: it cannot end before Stop
+    setting("max tokens", "1500")
     notebook.say("Write a long story about a lighthouse and the sea.")
     notebook.wait_status("generating")
     first = said(notebook)[-1]
@@ -115,6 +120,7 @@ def test_the_chat_notebook_with_the_real_model(page: Any, lab: str, folder: Path
     assert after[2] > before[2], "points are added"
     assert "stopped" in chat.locator(".cn-meta").last.inner_text()
 
+    setting("max tokens", "120")
     notebook.page.locator(".cn-settings summary").click()
     notebook.say("Explain in a few sentences how a rainbow forms.")
     page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 3", polling=100)
