@@ -1,5 +1,5 @@
 # One pass over everything that needs the GPU, most important first; results as they come.
-export CALMNB_KERNEL_CACHE=${CALMNB_KERNEL_CACHE:-/tmp/kc} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export CALMNB_CACHE=${CALMNB_CACHE:-/tmp/calmnb-cache} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
 py="python3 -m pytest -q -p no:cacheprovider -o filterwarnings=default --tb=line"
 timeout 60 $py -n 8 tests/gpu/test_engine.py -k "not memory" >"$OUT/engine.log" 2>&1; grep -v -i warn "$OUT/engine.log" | tail -12 | cut -c1-160
