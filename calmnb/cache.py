@@ -28,10 +28,13 @@ def cache_folder(*parts: str) -> Path:
     CalmnbError
         If it cannot be created.
     """
-    import platformdirs
-
     given = os.environ.get("CALMNB_CACHE")
-    folder = Path(given).expanduser() if given else platformdirs.user_cache_path("calmnb", appauthor=False)
+    if given:
+        folder = Path(given).expanduser()
+    else:
+        import platformdirs
+
+        folder = platformdirs.user_cache_path("calmnb", appauthor=False)
     folder = folder.joinpath(*parts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
