@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calmnb.cli.common import Json, app, console, error_console, print_json, table
+from calmnb.files import write_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -98,7 +99,7 @@ def ncu(
             kernels = STEP_KERNELS
         text = run_ncu(command, skip=skip, count=count, kernels=kernels, output=_pass_on)
         if output:
-            _write(output, text)
+            write_text(output, text)
         launches = read_ncu_csv(text + "\n")
     if declared is not None:
         measured, columns = attach_measured(declared, launches, step=step), _COMPARED
@@ -179,15 +180,6 @@ def _cell(value: float, unit: float, form: str) -> str:
     if value != value:
         return ""
     return format(int(value) if form == "d" else value / unit, form)
-
-
-def _write(path: Path, text: str) -> None:
-    from calmnb.errors import CalmnbError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CalmnbError(f"{path} cannot be written: {error.strerror or error}; choose another place") from error
 
 
 def _pass_on(line: str) -> None:

@@ -6,7 +6,6 @@ Figures are built with matplotlib's Figure API. pyplot keeps global state, and i
 from __future__ import annotations
 
 import io
-import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from calmnb.engine.base import Stage
-from calmnb.errors import CalmnbError, ConfigError
+from calmnb.errors import ConfigError
+from calmnb.files import replacing
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.report import decode_summary, device_label
 
@@ -80,16 +80,9 @@ class CalmFigure(Figure):
         CalmnbError
             If it cannot be written.
         """
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
+        with replacing(path) as temporary:
             self.savefig(temporary, format="png", dpi=dpi)
-            temporary.replace(path)
-        except OSError as error:
-            raise CalmnbError(f"{path} cannot be written: {error.strerror or error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        return Path(path)
 
 
 def new_figure(title: str, note: Sequence[str], theme: Theme, *, height: float = 4.6, key: bool = False) -> CalmFigure:

@@ -6,10 +6,7 @@ their labels in the JSON. A file is written under a temporary name and renamed, 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -19,7 +16,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from calmnb.errors import CalmnbError, ConfigError, FormatError
+from calmnb.errors import ConfigError, FormatError
+from calmnb.files import replacing
 
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
@@ -45,17 +43,8 @@ def save_session(session: Session, path: Path) -> Path:
     for name, frame in (("events", session.events), ("steps", session.steps)):
         header[name] = [_pack(frame[column], f"{name}.{column}", arrays) for column in frame.columns]
     arrays["header"] = np.frombuffer(json.dumps(header, allow_nan=False).encode(), np.uint8)
-    temporary = ""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-        Path(temporary).replace(path)
-    except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-        raise CalmnbError(f"cannot save the session to {path}: {error.strerror or error}; choose another folder") from error
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     return path
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from calmnb.errors import CalmnbError, ConfigError
+from calmnb.errors import ConfigError
+from calmnb.files import replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,16 +109,7 @@ def write_csv(session: Session, path: Path, table: str) -> Path:
 
 
 def _write(path: Path, write: Callable[[TextIO], Any]) -> Path:
-    """Write text under a temporary name and rename it."""
-    temporary = ""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            write(file)
-        Path(temporary).replace(path)
-    except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
-        raise CalmnbError(f"cannot write {path}: {error.strerror or error}; choose another folder") from error
+    """Write text, whole or not at all."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        write(file)
     return path

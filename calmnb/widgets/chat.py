@@ -22,6 +22,7 @@ import anywidget
 import traitlets
 
 from calmnb.errors import BusyError, CalmnbError, ConfigError
+from calmnb.files import write_text
 from calmnb.widgets import bridge
 from calmnb.widgets.assets import bundle, static_text
 from calmnb.widgets.conversation import Conversation, explain
@@ -289,7 +290,7 @@ class ChatWidget(anywidget.AnyWidget):
         """Change ``max_tokens`` or sampling options for the following answers; ConfigError if one is out of range."""
         self.sampling = checked_sampling(dict(self.sampling) | options)
 
-    def export(self, path: str | os.PathLike[str]) -> Path:
+    def export(self, path: str | Path) -> Path:
         """Write the conversation to `path`; the suffix chooses Markdown (``.md``), ``.json`` or ``.html``.
 
         Returns
@@ -300,10 +301,10 @@ class ChatWidget(anywidget.AnyWidget):
         ------
         ConfigError
             If the suffix is another one.
+        CalmnbError
+            If the file cannot be written; what stood there before is kept.
         """
-        target = Path(path)
-        target.write_text(self._exported(target.suffix.lower().lstrip(".")), encoding="utf-8")
-        return target
+        return write_text(path, self._exported(Path(path).suffix.lower().lstrip(".")))
 
     def static_html(self) -> str:
         """The conversation and headline as escaped HTML without scripts: what a saved notebook shows without a kernel."""
