@@ -24,7 +24,7 @@ from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
 from calmnb.errors import ConfigError
 from calmnb.shapes import SHAPES, TIED, shape_config
 
-__all__ = ["BenchRow", "append_results", "bench", "format_rows", "measure_read"]
+__all__ = ["BenchRow", "append_results", "bench", "format_rows", "gpu_clocks", "measure_read"]
 
 #: Prompt whose rate is reported beside the decode rate.
 PROMPT_TOKENS = 512
@@ -394,12 +394,12 @@ def _versions(engine: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     if engine == "cuda":
-        found |= _nvml()
+        found |= gpu_clocks()
     return found
 
 
-def _nvml() -> dict[str, str]:
-    """Driver and clocks, where NVML answers."""
+def gpu_clocks() -> dict[str, str]:
+    """``driver, sm_mhz, memory_mhz`` of the first GPU now, as text; {} where NVML does not answer."""
     try:
         import pynvml
 

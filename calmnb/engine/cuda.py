@@ -343,6 +343,11 @@ class CudaEngine:
         """The device underneath."""
         return self._gpu
 
+    @property
+    def short_max(self) -> int:
+        """Positions up to which a step takes the attention kernel for short contexts."""
+        return int(self._plans.attention.short_max)
+
     def pretend_cached(self, n: int) -> None:
         """Fill the KV cache with random numbers and take the first `n` positions as cached: speed at a context, without
         feeding one."""
