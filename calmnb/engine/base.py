@@ -26,6 +26,7 @@ __all__ = [
     "PromptStopped",
     "Recorder",
     "Stage",
+    "TimeSource",
     "Weights",
 ]
 
@@ -34,6 +35,9 @@ Stage = Literal[
 ]
 Phase = Literal["prefill", "decode"]
 FullPolicy = Literal["stop", "roll"]
+#: How kernels are timed: stamps by every block or by block 0 alone, CUDA events around single launches, CUPTI's records, a
+#: report of Nsight Systems, or the CPU's clock.
+TimeSource = Literal["stamps", "stamps-light", "events", "cupti", "nsys", "cpu"]
 
 #: Stages of a step in execution order. ``other`` is work of no known stage (another program's kernels in an nsys report);
 #: ``gap`` is what is left of a step's time when its stages are subtracted.
@@ -118,13 +122,13 @@ class EngineInfo:
     """What an engine runs on, for tables and plot captions.
 
     `device` is the marketing name (``"NVIDIA H200"``, ``"AMD EPYC ..."``), `threads` counts CPU worker threads
-    (0 on a GPU), `time_source` says how kernels are timed ("stamps", "events", "cpu").
+    (0 on a GPU), `time_source` says how kernels are timed while recording.
     """
 
     engine: Literal["reference", "cpu", "cuda"]
     device: str
     threads: int
-    time_source: Literal["stamps", "events", "cupti", "nsys", "cpu"]
+    time_source: TimeSource
 
 
 class Recorder(Protocol):

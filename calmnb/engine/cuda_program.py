@@ -199,6 +199,7 @@ def build_program(
     short: bool = False,
     host_ring: int = 0,
     stamps: int = 0,
+    stamp_level: int = 1,
     stamp_ring: int = 0,
     stamp_serial: int = 0,
     stamp_rows: int = 0,
@@ -224,6 +225,8 @@ def build_program(
         Address of `HOST_RING` `HostToken` records in pinned memory.
     stamps, stamp_ring, stamp_serial, stamp_rows, stamp_stride
         Where kernels leave their times, and where a last kernel moves them; 0 compiles stamping out.
+    stamp_level
+        1: first block's start and last block's end; 2: block 0 alone, which costs half.
     """
     c = plans.config
     rows: list[Kernel] = []
@@ -232,7 +235,7 @@ def build_program(
 
     def add(spec: KernelSpec, row: Kernel, grid: tuple[int, int], block: int, shared: int, args: Any) -> None:
         if stamps:
-            spec = spec.with_defines(CALMNB_STAMPS=1)
+            spec = spec.with_defines(CALMNB_STAMPS=stamp_level)
             args.stamp = stamps + 16 * len(rows)
         rows.append(row)
         launches.append(Launch(compile_kernel(spec), grid, block, shared, (args,), dependent=len(launches) > 0))
