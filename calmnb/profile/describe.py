@@ -67,6 +67,7 @@ def describe_model(model: Any) -> dict[str, Any]:
     """
     from calmnb.profile.bandwidth import known_bandwidth
     from calmnb.profile.device import datasheet_peak
+    from calmnb.profile.launches import describe_launches
 
     meta: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -92,6 +93,7 @@ def describe_model(model: Any) -> dict[str, Any]:
         "seq_len": engine.seq_len,
         "config": config_to_dict(config),
         "has_bias": _has_bias(model),
+        **describe_launches(engine),
     }
     file = getattr(model, "file", None)
     for key, attribute in (("n_params", "n_params"), ("model_bytes", "nbytes")):

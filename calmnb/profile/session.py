@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from calmnb.config import ModelConfig
@@ -58,7 +59,8 @@ class Session:
     meta : dict
         ``model, path, engine, device, threads, time_source, dtype, kv_dtype, seq_len, has_bias, n_params, model_bytes``
         name what ran; ``config`` holds the fields of `ModelConfig`; ``peaks`` maps "user", "measured" and "datasheet" to
-        ``{"gb_per_s": float, "source": str, ...}``; ``settings`` says how it was recorded; ``date`` (ISO 8601, UTC),
+        ``{"gb_per_s": float, "source": str, ...}``; ``gpu`` and ``launches`` say what each kernel takes of a multiprocessor
+        (`calmnb.profile.launches`); ``settings`` says how it was recorded; ``date`` (ISO 8601, UTC),
         ``versions`` and ``git_revision`` say when and with what.
 
     Examples
@@ -140,7 +142,7 @@ class Session:
 
     def kernels(self, phase: Phase = "decode", *, peak: PeakChoice = None) -> pd.DataFrame:
         """One row a kernel and stage, the most expensive first; see ``TABLE_COLUMNS["kernels"]``."""
-        return tables.kernels(self.events, self.steps, phase=phase, peak=self._gb_per_s(peak))
+        return tables.kernels(self.events, self.steps, phase=phase, peak=self._gb_per_s(peak), meta=self.meta)
 
     def tokens(self, *, peak: PeakChoice = None) -> pd.DataFrame:
         """One row a decoded token; see ``TABLE_COLUMNS["tokens"]``."""
@@ -199,6 +201,45 @@ class Session:
         from calmnb.profile.pivot import pivot
 
         return pivot(self.events, self.steps, index=index, columns=columns, values=values, phase=phase, statistic=statistic)
+
+    def select(self, *, kv_len: int | tuple[int, int] | None = None, runs: Sequence[int] | None = None) -> Session:
+        """Some steps as a session of their own.
+
+        Parameters
+        ----------
+        kv_len
+            First and last context, both included; a single number means it and 64 positions more, which is what a short
+            run that begins there covers.
+        runs
+            Numbers of the runs to keep.
+
+        Returns
+        -------
+        Session
+            Times stay as they are; steps are numbered from 0 again.
+
+        Raises
+        ------
+        ConfigError
+            If no step is left; the message says what there is.
+
+        Examples
+        --------
+        >>> session.select(kv_len=4000).stages()  # doctest: +SKIP
+        """
+        steps = self.steps
+        if kv_len is not None:
+            first, last = (kv_len, kv_len + 64) if isinstance(kv_len, int) else kv_len
+            steps = steps[steps["kv_len"].between(first, last)]
+        if runs is not None:
+            steps = steps[steps["run"].isin(list(runs))]
+        if not len(steps):
+            there = ", ".join(f"{n:,}" for n in sorted(self.steps.groupby("run")["kv_len"].min().unique())[:12])
+            raise ConfigError(f"select: no step has kv_len {kv_len}, runs {runs}; runs begin at the contexts {there or 'none'}")
+        events = self.events[self.events["step"].isin(steps["step"])]
+        numbers = np.searchsorted(steps["step"].to_numpy(), events["step"].to_numpy())
+        kept = events.assign(step=numbers).reset_index(drop=True)
+        return Session(kept, steps.assign(step=np.arange(len(steps))).reset_index(drop=True), self.meta)
 
     def nonkv_gb_per_s(self) -> float:
         """GB/s of the stages that read weights; what `kv_cost` predicts with."""

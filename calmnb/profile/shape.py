@@ -153,15 +153,14 @@ class _Nothing:
 
 
 def _device_state(engine: Any) -> dict[str, Any]:
-    """Launches, and clocks while the GPU is still warm."""
+    """Clocks while the GPU is still warm, and its driver."""
     from calmnb.bench import gpu_clocks
     from calmnb.profile.describe import versions
-    from calmnb.profile.launches import describe_launches
 
     state = gpu_clocks()
     clocks = {key: int(state[key]) for key in ("sm_mhz", "memory_mhz") if key in state}
     driver = {"driver": state["driver"]} if "driver" in state else {}
-    return {**describe_launches(engine), "clocks": clocks, "versions": {**versions(), **driver}}
+    return {"clocks": clocks, "versions": {**versions(), **driver}}
 
 
 def _round_times(steps: Sequence[StepRecord]) -> None:

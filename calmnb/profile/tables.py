@@ -7,6 +7,7 @@ warm-up steps out, unless there is nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,7 @@ import pandas as pd
 
 from calmnb.config import ModelConfig
 from calmnb.engine.base import Phase
+from calmnb.profile.launches import LAUNCH_COLUMNS, launch_table
 
 __all__ = ["TABLE_COLUMNS", "kernels", "kv_cost", "layers", "nonkv_bandwidth", "selected_steps", "stages", "tokens"]
 
@@ -48,6 +50,7 @@ TABLE_COLUMNS: dict[str, dict[str, str]] = {
         "gb_per_s": "bytes_min over exclusive time, median of the calls; GB = 1e9 bytes",
         "percent_of_peak": "gb_per_s over the peak asked for",
         "flop_per_byte": "flops over bytes_min: arithmetic intensity",
+        **LAUNCH_COLUMNS,
     },
     "tokens": {
         "run": "prompt-and-answer",
@@ -150,8 +153,18 @@ def layers(events: pd.DataFrame, steps: pd.DataFrame, *, phase: Phase = "decode"
     return out[list(TABLE_COLUMNS["layers"])]
 
 
-def kernels(events: pd.DataFrame, steps: pd.DataFrame, *, phase: Phase = "decode", peak: float | None = None) -> pd.DataFrame:
-    """One row a kernel and stage, the most expensive first; columns in ``TABLE_COLUMNS["kernels"]``. See `stages`."""
+def kernels(
+    events: pd.DataFrame,
+    steps: pd.DataFrame,
+    *,
+    phase: Phase = "decode",
+    peak: float | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """One row a kernel and stage, the most expensive first; columns in ``TABLE_COLUMNS["kernels"]``.
+
+    Parameters as for `stages`; `meta` is `Session.meta`, whose ``launches`` fill the columns of `LAUNCH_COLUMNS`.
+    """
     chosen = selected_steps(steps, phase)
     rows = _of_steps(events, chosen)
     rows = rows.assign(gb_per_s=_ratio(rows["bytes_min"], rows["exclusive_s"]) / 1e9)
@@ -173,8 +186,9 @@ def kernels(events: pd.DataFrame, steps: pd.DataFrame, *, phase: Phase = "decode
     )
     out["percent_of_peak"] = 100.0 * out["gb_per_s"] / peak if peak else np.nan
     out["flop_per_byte"] = _ratio(flops, moved)
+    out["kv_len"] = by["kv_len"].median()
     out = out.sort_values("total_ms", ascending=False, kind="stable").reset_index()
-    return out[list(TABLE_COLUMNS["kernels"])]
+    return out.join(launch_table(meta or {}, out))[list(TABLE_COLUMNS["kernels"])]
 
 
 def tokens(steps: pd.DataFrame, *, peak: float | None = None) -> pd.DataFrame:

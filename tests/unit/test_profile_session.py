@@ -282,3 +282,19 @@ def test_importing_calmnb_and_its_recorder_imports_no_pandas() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_selected_steps_are_a_session_of_their_own() -> None:
+    whole = noisy_recorder(SMALL, tokens=40, first=100, stride=100).session()
+    part = whole.select(kv_len=(1001, 2001))
+    assert part.steps["kv_len"].tolist() == list(range(1001, 2002, 100))
+    assert part.steps["step"].tolist() == list(range(11))
+    assert sorted(part.events["step"].unique()) == list(range(11))
+    sums = part.events.groupby("step")["exclusive_s"].sum().to_numpy()
+    assert sums == pytest.approx(part.steps["duration_s"].to_numpy(), rel=1e-9)
+    assert part.meta == whole.meta
+    assert whole.select(kv_len=1001).steps["kv_len"].tolist() == [1001]
+    assert len(whole.select(runs=[whole.steps["run"].max()]).steps) == 40
+    assert whole.select(kv_len=(0, 10**6)) == whole
+    with pytest.raises(ConfigError, match=r"no step has kv_len \(7, 8\), runs None; runs begin at the contexts 24, 101"):
+        whole.select(kv_len=(7, 8))

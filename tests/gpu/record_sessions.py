@@ -1,0 +1,71 @@
+"""Record the Sessions that come with calmnb: ``python -m tests.gpu.record_sessions --out notebooks/data``.
+
+Two shapes x three weight dtypes with an fp16 KV cache, and fp8 weights with an fp8 cache, each at eight contexts from 0 to
+32,000. Eight files, under 5 MB in all. Prints one line a file; needs a GPU with 24 GB or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from calmnb.engine.cuda_device import CudaDevice
+from calmnb.engine.cuda_graphs import step_specs
+from calmnb.engine.cuda_program import make_plans
+from calmnb.kernels import compile_all
+from calmnb.profile.shape import CONTEXTS, file_name, profile_shape
+from calmnb.shapes import shape_config
+
+CELLS = (("fp16", "fp16"), ("fp8", "fp16"), ("gf4", "fp16"), ("fp8", "fp8"))
+
+
+def compile_ahead(shapes: list[str], longest: int) -> int:
+    """Compile what all recordings need, many at a time: the engine does it one dtype after the other."""
+    device = CudaDevice()
+    arch, sms = device.arch, device.sm_count
+    device.close()
+    specs = []
+    for shape in shapes:
+        for dtype, kv_dtype in CELLS:
+            plans = make_plans(shape_config(shape, dtype), kv_dtype, longest, "stop", arch, sms)  # type: ignore[arg-type]
+            plain = step_specs(plans)
+            specs += [*plain, *(spec.with_defines(CALMNB_STAMPS=1) for spec in plain)]
+    return len(compile_all(specs, arch, threads=16))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="h200", help="start of the file names")
+    parser.add_argument("--shapes", nargs="+", default=["llama-3.2-1b", "mistral-7b"])
+    parser.add_argument("--at", nargs="+", type=int, default=list(CONTEXTS))
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"contexts": arguments.at, "tokens": arguments.tokens, "rounds": arguments.rounds}
+    begun = time.perf_counter()
+    count = compile_ahead(arguments.shapes, max(arguments.at) + arguments.tokens + 1)
+    print(f"{count} kernels compiled in {time.perf_counter() - begun:.1f} s", flush=True)
+    total = 0
+    for shape in arguments.shapes:
+        for dtype, kv_dtype in CELLS:
+            started = time.perf_counter()
+            session = profile_shape(shape, dtype=dtype, kv_dtype=kv_dtype, **options)  # type: ignore[arg-type]
+            path = session.save(arguments.out / file_name(shape, dtype, kv_dtype, device=arguments.device))
+            total += path.stat().st_size
+            print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - started:.1f} s")
+            by_context = session.steps[~session.steps["warmup"]].groupby("pos", as_index=False)["duration_s"].median()
+            stamped = {context: 1e6 * float(by_context.loc[by_context["pos"] >= context, "duration_s"].iloc[0])
+                       for context in arguments.at}  # fmt: skip
+            plain = session.meta["graph_us"]
+            print("  us a step, stamped / plain: " + "  ".join(
+                f"{c}: {stamped[c]:.1f}/{plain[str(c)]:.1f}" for c in arguments.at))  # fmt: skip
+            print(f"  {session.summary()}", flush=True)
+    print(f"{total / 1e6:.2f} MB in all, {time.perf_counter() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
