@@ -7,7 +7,7 @@ both and from limits that NVIDIA publishes per compute capability.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +152,7 @@ def describe_launches(engine: Any) -> dict[str, Any]:
     return {"gpu": gpu, "launches": found}
 
 
-def launch_table(meta: dict[str, Any], rows: pd.DataFrame) -> pd.DataFrame:
+def launch_table(meta: Mapping[str, Any], rows: pd.DataFrame) -> pd.DataFrame:
     """Columns of `LAUNCH_COLUMNS` for each kernel and stage of `rows`.
 
     Parameters
@@ -178,7 +178,7 @@ def launch_table(meta: dict[str, Any], rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(out, index=rows.index, columns=list(LAUNCH_COLUMNS), dtype=float)
 
 
-def _launch_row(gpu: dict[str, Any], launch: dict[str, Any]) -> dict[str, float]:
+def _launch_row(gpu: Mapping[str, Any], launch: Mapping[str, Any]) -> dict[str, float]:
     arch, sms = str(gpu.get("arch", "")), int(gpu.get("sm_count", 0))
     threads, blocks = int(launch["threads"]), _product(launch["grid"])
     fits = resident_blocks(arch, registers=int(launch["registers"]), threads=threads, shared_bytes=int(launch["shared_bytes"]))
