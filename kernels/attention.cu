@@ -4,8 +4,11 @@
 //
 // Layout     K and V of one layer: [n_kv_heads][seq_len][HEAD_DIM], fp16 or E5M2 bytes. q: float [n_heads][HEAD_DIM];
 //            out: half, the same shape.
-// Launch     grid (splits, n_kv_heads * head groups), 32 WARPS threads. The grid is fixed; the visible length is read
-//            from device memory and blocks beyond it leave at once, so that one graph serves every position.
+// Launch     32 WARPS threads; block b takes split b % splits of head group b / splits. The grid is fixed; the visible
+//            length is read from device memory, so that one graph serves every position.
+// Idle       blocks without work (beyond the visible length, or there to make one block a multiprocessor) keep their
+//            place until the blocks of the next kernel have found theirs: a multiprocessor that is free early would
+//            take two of them, another none, and the kernels behind inherit that (NOTES.md, block placement).
 // Sharing    up to 8 query heads of one kv head are computed from one read of its K and V.
 // Bytes      2 * visible * n_kv_heads * HEAD_DIM * itemsize: K and V are read once.
 // Why mma    not for its arithmetic: for its size. A warp takes 16 positions with about 100 instructions. A version with
@@ -40,10 +43,6 @@
 #ifndef STAGES
 #define STAGES 2
 #endif
-#ifndef HOLD  // 1: a block without positions keeps its place until the kernel before is done
-#define HOLD 0
-#endif
-
 #ifndef SINGLE  // 1: the short form, where one block takes all positions of its heads
 #define SINGLE 0
 #endif
@@ -58,12 +57,12 @@ constexpr int kRowPieces = kRowBytes / PIECE;
 constexpr int kTokens = 16;
 constexpr int kTileBytes = kTokens * kPitch;
 constexpr int kWarpBytes = STAGES * 2 * kTileBytes;
-// The short form sits beside two blocks of weight kernels: with more than 128 registers it would not fit and would wait
-// (E5M2 with 128 channels spills at 128; so does sm_86 with fp16, where no kernel waits beside another anyway).
-#if __CUDA_ARCH__ >= 900
-constexpr int kMinBlocks = !SINGLE || kDim > 128 ? 1 : (KV_FP8 && kDim > 96 ? 384 : 512) / kThreads;
+// The short form sits beside the blocks of weight kernels: with many more than 128 registers it would not fit and wait
+// (E5M2 with more than 96 channels spills at 136; so does sm_86 with fp16, where no kernel waits beside another anyway).
+#if SINGLE && __CUDA_ARCH__ >= 900
+#define ATTENTION_BOUNDS __maxnreg__(kDim > 128 ? 255 : KV_FP8 && kDim > 96 ? 160 : 136)
 #else
-constexpr int kMinBlocks = 1;
+#define ATTENTION_BOUNDS __launch_bounds__(kThreads, 1)
 #endif
 static_assert(HEADS <= 8 && kRowBytes % PIECE == 0 && HEAD_DIM % 2 == 0, "heads or rows");
 
@@ -74,7 +73,7 @@ struct AttentionArgs {
   __half* out;         // [n_heads][HEAD_DIM]
   float* partial;      // [n_heads][splits][HEAD_DIM]
   float2* partial_ml;  // [n_heads][splits]: maximum in log2 units, sum
-  u32* counters;       // [gridDim.y], zero between launches
+  u32* counters;       // [groups], zero between launches
   const int* state;
   u64* stamp;
   int seq_len;         // rows of one kv head
@@ -83,6 +82,9 @@ struct AttentionArgs {
   int window;          // sliding window in positions, 0 = none
   int single;          // up to so many positions one block is faster than several and adding their results
   int min_chunk;       // beyond, fewest positions of a block
+  int splits;          // blocks a head group has
+  int groups;          // n_kv_heads * groups_per_kv
+  int hold_ns;         // how long an idle block stays once the kernel before is done
 };
 
 // PIECE bytes from global to shared memory; zeros when not `valid`.
@@ -103,7 +105,7 @@ DEVICE void split_pair(float x, float y, u32& high, u32& low) {
   low = pack_half2(x - back.x, y - back.y);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(const __grid_constant__ AttentionArgs a) {
+extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ AttentionArgs a) {
   extern __shared__ __align__(16) u8 ring[];
   pdl_trigger();
   u64 begun = 0;
@@ -114,17 +116,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
   const int first = a.window > 0 && len > a.window ? len - a.window : 0;
   const int visible = len - first;
   // Not rounded to whole tiles: every block should have work, for one that leaves at once unbalances what follows.
-  const int chunk = SINGLE || visible <= a.single ? visible : max((visible + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x), a.min_chunk);
+  const int chunk = SINGLE || visible <= a.single ? visible : max((visible + a.splits - 1) / a.splits, a.min_chunk);
   const int active = SINGLE ? 1 : (visible + chunk - 1) / chunk;
-  const int split = blockIdx.x;
-  if (split >= active) {
-    if (HOLD) pdl_wait();
+  const int head_group = SINGLE ? blockIdx.x : blockIdx.x / a.splits, split = SINGLE ? 0 : blockIdx.x - head_group * a.splits;
+#ifdef K_SMID  // diagnosis of block placement: stamp then points to one int a block
+  if (threadIdx.x == 0) {
+    int sm;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+    reinterpret_cast<int*>(a.stamp)[blockIdx.x] = sm;
+  }
+#endif
+  if (head_group >= a.groups || split >= active) {
+    if (threadIdx.x == 0 && a.hold_ns > 0) {
+      pdl_wait();
+      const u64 until = global_timer() + a.hold_ns;
+      while (global_timer() < until) __nanosleep(64);
+    }
     return;
   }
   const int begin = first + split * chunk, end = min(begin + chunk, len);
 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, quad = lane % 4;
-  const int kv_head = blockIdx.y / a.groups_per_kv, group = blockIdx.y % a.groups_per_kv;
+  const int kv_head = head_group / a.groups_per_kv, group = head_group % a.groups_per_kv;
   const int head0 = kv_head * a.heads_per_kv + group * HEADS;
   const int heads = min(HEADS, a.heads_per_kv - group * HEADS);
   const long long head_offset = static_cast<long long>(kv_head) * a.seq_len * kRowBytes;
@@ -139,8 +152,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
     for (int i = lane; i < kWarpBytes / 4; i += 32) reinterpret_cast<u32*>(my_ring)[i] = 0;
     __syncwarp();
   }
-  // Keys and values of this warp's tile i, rows below `limit`; the rest of the tile becomes zero (and is not read).
-  auto copy_tile = [&](int i, int limit) {
+  // Keys and values of this warp's tile i, rows below `limit`; the rest of the tile becomes zero (and is not read), but
+  // position `skip` is left alone.
+  auto copy_tile = [&](int i, int limit, int skip) {
     if (i < mine) {
       const int t0 = begin + (warp + i * WARPS) * kTokens;
       const u32 to = ring_addr + i % STAGES * (2 * kTileBytes);
@@ -153,13 +167,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
 #pragma unroll
         for (int r = 0; r < kTokens; r += kRows) {
           const bool valid = t + r < limit;
-          copy_async(at + r * kPitch, from_k + r * kRowBytes, valid);
-          copy_async(at + kTileBytes + r * kPitch, from_v + r * kRowBytes, valid);
+          if (t + r != skip) {
+            copy_async(at + r * kPitch, from_k + r * kRowBytes, valid);
+            copy_async(at + kTileBytes + r * kPitch, from_v + r * kRowBytes, valid);
+          }
         }
       } else {
 #pragma unroll 1
         for (int p = lane; p < kTokens * kRowPieces; p += 32) {
           const int r = p / kRowPieces, c = p % kRowPieces * PIECE;
+          if (t0 + r == skip) continue;
           const long long from = static_cast<long long>(t0 + r) * kRowBytes + c;
           copy_async(to + r * kPitch + c, k + from, t0 + r < limit);
           copy_async(to + kTileBytes + r * kPitch + c, v + from, t0 + r < limit);
@@ -171,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
   // Before the wait: everything but the newest row. Once the cache rolls, that row and the sinks lie anywhere: then
   // nothing is copied early.
 #pragma unroll 1
-  for (int i = 0; i < STAGES; ++i) copy_tile(i, sinks ? 0 : min(end, fresh));
+  for (int i = 0; i < STAGES; ++i) copy_tile(i, sinks ? 0 : min(end, fresh), sinks ? -1 : fresh);
 
   pdl_wait();
 
@@ -180,12 +197,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
       cp_async_wait<0>();  // the zero fills must have landed first
       __syncwarp();
 #pragma unroll 1
-      for (int i = 0; i < STAGES; ++i) copy_tile(i, end);
+      for (int i = 0; i < STAGES; ++i) copy_tile(i, end, -1);
     } else {
       const int behind = fresh - begin, tile = behind / kTokens, i = tile / WARPS;
       if (behind >= 0 && fresh < end && tile % WARPS == warp && i < STAGES) {
-        cp_async_wait<0>();
-        __syncwarp();
         const u32 to = ring_addr + i * (2 * kTileBytes) + behind % kTokens * kPitch;
 #pragma unroll 1
         for (int p = lane; p < 2 * kRowPieces; p += 32) {
@@ -283,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
 #endif
     }
     __syncwarp();
-    copy_tile(i + STAGES, false);
+    copy_tile(i + STAGES, end, -1);
   }
   cp_async_wait<0>();
   __syncwarp();
@@ -314,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
     }
   }
   __syncthreads();
-  const int splits = gridDim.x;
+  const int splits = a.splits;
 #pragma unroll 1
   for (int i = tid; i < heads * (HEAD_DIM / 2); i += kThreads) {
     const int h = i / (HEAD_DIM / 2), c = i % (HEAD_DIM / 2) * 2;
@@ -342,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) attention(con
     // The last block of this head group to get here adds all splits, in split order.
     __threadfence();
     __syncthreads();
-    if (tid == 0) arrived = atomicInc(&a.counters[blockIdx.y], active - 1);
+    if (tid == 0) arrived = atomicInc(&a.counters[head_group], active - 1);
     __syncthreads();
     if (arrived == active - 1) {
       __threadfence();

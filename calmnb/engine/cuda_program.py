@@ -49,6 +49,7 @@ Ending = Literal["none", "logits", "greedy", "draw"]
 Compile = Callable[[KernelSpec], CompiledKernel]
 
 _ACT_SCALE = 8.0
+_SHORT_CHANGES = ("short_fill", "short_hold_ns", "short_least_shared", "short_warps", "short_budget")
 #: Experts of one token that the weight kernels keep track of.
 _MOST_EXPERTS = 64
 
@@ -95,7 +96,7 @@ def make_plans(
     wide
         Regions whose weights are too large for half products.
     attention
-        Overrides for `plan_attention`, for experiments.
+        Overrides for `plan_attention`, for experiments; those of the short form begin with ``short_``.
     """
     device = Device.of_arch(arch, sm_count)
     norm = 1 if config.norm_type == "rmsnorm" else 2
@@ -122,13 +123,16 @@ def make_plans(
             for kind, (rows, cols) in matrix_shapes(config).items()
         }
 
+    changes = dict(attention or {})
+    short = {name.removeprefix("short_"): changes.pop(name) for name in list(changes) if name in _SHORT_CHANGES}
+    usual: dict[str, Any] = {"shared_per_sm": device.shared_per_sm, "fill": device.has_pdl}
     return Plans(
         config,
         kv_dtype,
         seq_len,
         on_full,
-        plan_attention(config, kv_dtype, sm_count, shared_per_sm=device.shared_per_sm, **(attention or {})),
-        plan_attention(config, kv_dtype, sm_count, shared_per_sm=device.shared_per_sm, short=True),
+        plan_attention(config, kv_dtype, sm_count, **usual | changes),
+        plan_attention(config, kv_dtype, sm_count, **usual | short, short=True),
         plans(False),
         wide,
         plans(True) if wide else {},
@@ -144,7 +148,7 @@ def activation_layout(plans: Plans) -> Layout:
     """Everything a step keeps between its kernels, in one allocation."""
     c = plans.config
     active = max(c.n_experts_active, 1)
-    splits, groups = plans.attention.grid
+    splits, groups = plans.attention.splits, plans.attention.groups
 
     def floats(n: int) -> int:
         return -(-n // 64) * 64 * 4
@@ -298,14 +302,15 @@ def build_program(
         add(
             attention.spec,
             Kernel("attention", i, f"attention_{plans.kv_dtype}"),
-            attention.grid,
+            (attention.grid, 1),
             attention.block,
             attention.shared,
             AttentionArgs(
                 q=work["q32"], k=keys, v=keys + half_cache, out=work["o16"], partial=work["partial"],
                 partial_ml=work["partial_ml"], counters=work["counters"], state=work["state"], seq_len=plans.seq_len,
                 heads_per_kv=c.n_heads // c.n_kv_heads, groups_per_kv=attention.groups_per_kv, window=c.sliding_window,
-                single=attention.single, min_chunk=attention.min_chunk,
+                single=attention.single, min_chunk=attention.min_chunk, splits=attention.splits, groups=attention.groups,
+                hold_ns=attention.hold_ns,
             ),
         )  # fmt: skip
         # A parallel block leaves the residual in x32 alone until the FFN, which reads it too, is done.
@@ -345,7 +350,7 @@ def build_program(
     if ending in ("greedy", "draw"):
         args = SampleArgs(
             **{n: work[n] for n in ("logits", "adjusted", "block_best", "block_sum", "scratch", "params", "state", "history")},
-            counter=work["counters"] + 4 * plans.attention.grid[1], host_ring=host_ring, vocab=c.vocab_size,
+            counter=work["counters"] + 4 * plans.attention.groups, host_ring=host_ring, vocab=c.vocab_size,
             history_cap=plans.seq_len, host_cap=HOST_RING, write_adjusted=int(ending == "draw"),
         )  # fmt: skip
         slice_words = -(-c.vocab_size // SAMPLE_BLOCKS // 32) + 1

@@ -253,8 +253,10 @@ def test_attention_covers_all_heads_within_the_limits(
     plan = plan_attention(config, kv, sms, shared_per_sm=shared_kb << 10)
     assert 1 <= plan.heads <= 8
     assert plan.heads * plan.groups_per_kv >= per_kv > plan.heads * (plan.groups_per_kv - 1)
-    assert plan.grid[1] == n_kv * plan.groups_per_kv
-    assert plan.grid[0] * plan.grid[1] <= max(sms, plan.grid[1])
+    assert plan.groups == n_kv * plan.groups_per_kv
+    assert plan.grid == plan.splits * plan.groups <= max(sms, plan.groups)
+    filled = plan_attention(config, kv, sms, shared_per_sm=shared_kb << 10, fill=True)
+    assert filled.grid == max(sms, plan.groups)
     assert plan.shared <= (shared_kb - 1 << 10)
     assert plan.short_max >= 16
 
@@ -427,8 +429,8 @@ def test_short_and_long_contexts_have_their_own_graph() -> None:
     plan, short = engine._plans.attention, engine._plans.short_attention
     engine._positions.end = plan.short_max - 3
     list(engine.decode_many(1, plan.short_max - 3, 6))
-    assert used == [short.grid] * 3 + [plan.grid] * 3
-    assert short.grid == (1, CONFIG.n_kv_heads)
+    assert used == [(short.grid, 1)] * 3 + [(plan.grid, 1)] * 3
+    assert (short.splits, short.groups) == (1, CONFIG.n_kv_heads)
     assert len(gpu.graphs) == 2
 
 
@@ -443,12 +445,11 @@ def test_sliding_window_keeps_the_short_form() -> None:
 def test_attention_leaves_room_for_a_weight_kernel(name: str, kv_dtype: str) -> None:
     per_sm, block = 228 << 10, 84 << 10
     for short in (False, True):
-        plan = plan_attention(shape_config(name), kv_dtype, 132, short=short)
+        plan = plan_attention(shape_config(name), kv_dtype, 132, short=short, fill=True)
         static = 16 * (plan_head_dim(name) + 8) * 2 + 1024
-        beside = 1 if not short else 2
-        assert plan.shared + static + 1024 + beside * (block + 1024) <= per_sm
-        if not short:
-            assert 2 * (plan.shared + static + 1024) > per_sm, "two attention blocks could share a multiprocessor"
+        assert plan.shared + static + 1024 + block + 1024 <= per_sm
+        assert 2 * (plan.shared + static + 1024) > per_sm, "two attention blocks could share a multiprocessor"
+        assert plan.grid == 132
 
 
 def plan_head_dim(name: str) -> int:
