@@ -186,6 +186,9 @@ def _bench_cuda(
     if measured is None:
         say("measuring the read bandwidth")
         measured = measure_read(engine.gpu)
+    prompt = min(PROMPT_TOKENS, engine.seq_len)
+    say(f"{name}, {prompt}-token prompt")
+    prompt_rate = _prompt_rate(engine, prompt)
     rows = []
     for context in contexts:
         say(f"{name} {engine.config.dtype}, {engine.kv_dtype} KV, context {context}")
@@ -198,7 +201,8 @@ def _bench_cuda(
                     started = time.perf_counter()
             if run:  # the first is warm-up
                 times.append((time.perf_counter() - started) / tokens)
-        rows.append(_row(engine, name, context, times, tokens, measured, engine.time_graph(context, tokens)))
+        row = _row(engine, name, context, times, tokens, measured, engine.time_graph(context, tokens))
+        rows.append(dataclasses.replace(row, prompt_tokens=prompt, prompt_tok_per_s=prompt_rate))
     return rows
 
 
