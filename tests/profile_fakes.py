@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from calmnb.engine.base import Kernel
 from calmnb.engine.stages import stage_cost
 from calmnb.profile.describe import config_to_dict
 from calmnb.profile.recorder import SessionRecorder
+from calmnb.profile.session import Session
 
 SMOL = ModelConfig(
     arch="llama", dtype="fp8", dim=576, hidden_dim=1536, head_dim=64, n_layers=30, n_heads=9, n_kv_heads=3,
@@ -93,3 +95,28 @@ def noisy_recorder(
         if stride != 1:
             recorder._next_pos = pos + stride
     return recorder
+
+
+def exact_session(
+    contexts: Sequence[int], *, attention_us: Callable[[int], float], rest_us: float, tokens: int = 4, rounds: int = 1,
+    stage_us: Callable[[str], float] | None = None, config: ModelConfig = SMOL, gap_us: float = 0.0, **meta: Any,
+) -> Session:  # fmt: skip
+    """Runs of `tokens` steps at each of `contexts` without any noise: all layers' attention takes `attention_us(kv_len)`.
+
+    The other kernels share `rest_us`, or take `stage_us(stage)` each; a pause of `gap_us` ends each step.
+    """
+    recorder = SessionRecorder(meta_of(config, **meta))
+    kernels = kernels_of(config)
+    others = sum(k.stage != "attention" for k in kernels)
+    now = 0.0
+    for _ in range(rounds):
+        for context in contexts:
+            recorder.new_run()
+            for pos in range(context, context + tokens):
+                part = attention_us(pos + 1) / config.n_layers
+                each = stage_us or (lambda stage: rest_us / others)
+                ends = now + np.cumsum([part if k.stage == "attention" else each(k.stage) for k in kernels]) * 1e-6
+                starts = np.concatenate([[now], ends[:-1]])
+                recorder.add("decode", pos, pos + 1, 1, kernels, starts, ends, now, float(ends[-1]) + 1e-6 * gap_us)
+                now = float(ends[-1]) + 1e-6 * gap_us + 1e-5
+    return recorder.session()

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from calmnb.profile.bandwidth import Bandwidth
     from calmnb.profile.session import Peak
 
-__all__ = ["SpeedOfLight", "StageLimit", "active_params", "speed_of_light", "total_params"]
+__all__ = ["RESERVE_BYTES", "SpeedOfLight", "StageLimit", "active_params", "speed_of_light", "total_params"]
 
 _STAGES: tuple[Stage, ...] = ("matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down", "output")
-_RESERVE = 500 << 20  # activations, workspace, the driver's own: calm's allowance
+#: Memory beside weights and KV cache: activations, workspace, the driver's own; calm's allowance.
+RESERVE_BYTES = 500 << 20
 
 
 def active_params(config: ModelConfig) -> int:
@@ -235,7 +236,7 @@ def speed_of_light(
         batch=batch,
         stages=tuple(s for s in stages if s.nbytes),
         active_params=active_params(model),
-        memory_bytes=weights + batch * kv_bytes(model, kv_len, kv_dtype=kv_dtype) + _RESERVE,
+        memory_bytes=weights + batch * kv_bytes(model, kv_len, kv_dtype=kv_dtype) + RESERVE_BYTES,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from calmnb.config import ModelConfig
 from calmnb.engine.base import Phase
@@ -219,6 +220,13 @@ def nonkv_bandwidth(events: pd.DataFrame, steps: pd.DataFrame) -> float:
     return float((_ratio(each["bytes_min"], each["exclusive_s"]) / 1e9).median()) if len(each) else float("nan")
 
 
+def _clusters(contexts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number the clusters of ascending `contexts`: a new one begins where the way to the next is far longer than usual."""
+    ways = np.diff(contexts)
+    usual = float(np.median(ways[ways > 0])) if (ways > 0).any() else 0.0
+    return np.concatenate([[0], np.cumsum(ways > max(8 * usual, 16))])[: len(contexts)]
+
+
 def kv_cost(
     events: pd.DataFrame,
     steps: pd.DataFrame,
@@ -237,7 +245,8 @@ def kv_cost(
     config, kv_dtype, seq_len
         For ``cache_bytes``; without a config it is nan.
     bins : int or "steps"
-        At most so many bins of equal numbers of steps along ``kv_len``; "steps" keeps every step.
+        At most so many bins of equal numbers of steps along ``kv_len``; where runs begin at a few contexts far apart, a bin
+        for each of these. "steps" keeps every step.
 
     Returns
     -------
@@ -249,7 +258,9 @@ def kv_cost(
     spent = rows[rows["stage"] == "attention"].groupby("step")["exclusive_s"].sum()
     each = chosen.set_index("step")[["kv_len", "kv_bytes", "duration_s"]].join(spent.rename("attention_s"), how="inner")
     n_bins = len(each) if bins == "steps" else max(1, min(int(bins), len(each)))
-    each["bin"] = (np.arange(len(each)) * n_bins) // max(len(each), 1)
+    clusters = _clusters(each["kv_len"].to_numpy())
+    is_few = bins != "steps" and 1 < int(clusters.max(initial=0)) + 1 <= n_bins
+    each["bin"] = clusters if is_few else (np.arange(len(each)) * n_bins) // max(len(each), 1)
     each["gb_per_s"] = _ratio(each["kv_bytes"], each["attention_s"]) / 1e9
     by = each.groupby("bin")
     out = pd.DataFrame(
