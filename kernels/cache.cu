@@ -6,6 +6,7 @@
 // weight_peak      largest |weight| of a tensor, as float bits in an integer maximum. Any grid x 256.
 // read_bytes       reads a buffer and does nothing else: what "measured peak" means. Grid = residency.
 // collect_stamps   moves the stamps of a step into its row of the ring in host memory and resets them. Grid 1 x 256.
+// hold             keeps the stream busy until the host has queued what follows, but never for long. Grid 1 x 32.
 
 #include "common.cuh"
 #include "quant.cuh"
@@ -119,8 +120,9 @@ extern "C" __global__ void __launch_bounds__(512) read_bytes(const uint4* in, lo
 
 struct CollectArgs {
   u64* stamps;     // [n][2] start, end of this step's kernels
-  u64* ring;       // host memory, [rows][stride]: serial number (written last), position, the stamps
-  int* serial;     // steps collected so far
+  u64* ring;       // host memory, [rows][stride]: serial number (written last), position, the stamps, then when this
+                   // kernel ended for the step before and when it began for this one
+  int* serial;     // steps collected so far; 8 bytes on, the time at which this kernel ended last
   const int* state;
   int n;
   int rows;
@@ -130,17 +132,30 @@ struct CollectArgs {
 extern "C" __global__ void __launch_bounds__(256) collect_stamps(const __grid_constant__ CollectArgs a) {
   pdl_trigger();
   pdl_wait();
+  const u64 begun = global_timer();
+  u64* ended = reinterpret_cast<u64*>(a.serial + 2);
   const int serial = ld_i32(a.serial);
   volatile u64* row = a.ring + static_cast<long long>(serial % a.rows) * a.stride;
   for (int i = threadIdx.x; i < 2 * a.n; i += 256) {
     row[2 + i] = a.stamps[i];
     a.stamps[i] = i % 2 ? 0 : ~0ull;
   }
-  if (threadIdx.x == 0) row[1] = static_cast<u64>(ld_i32(a.state + ST_POS));
+  if (threadIdx.x == 0) {
+    row[1] = static_cast<u64>(ld_i32(a.state + ST_POS));
+    row[2 + 2 * a.n] = *ended;
+    row[3 + 2 * a.n] = begun;
+  }
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) {
     row[0] = static_cast<u64>(serial) + 1;
     *a.serial = serial + 1;
+    *ended = global_timer();
   }
+}
+
+// flag is host memory; until it has reached `wanted` (counting round), or limit_ns have passed.
+extern "C" __global__ void __launch_bounds__(32) hold(const volatile u32* flag, u32 wanted, u64 limit_ns) {
+  const u64 begun = global_timer();
+  while (static_cast<int>(*flag - wanted) < 0 && global_timer() - begun < limit_ns) __nanosleep(100);
 }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from calmnb.engine.cuda_device import Bytes, Launch
-from calmnb.engine.cuda_ops import HostToken, SampleArgs
+from calmnb.engine.cuda_ops import CollectArgs, HostToken, SampleArgs
 
 
 class FakeGpu:
@@ -27,6 +27,8 @@ class FakeGpu:
         self.products: list[tuple[Any, ...]] = []
         self.waits = 0
         self.closed = False
+        self.profiled: list[bool] = []
+        self.on_launch: Callable[[Sequence[Launch]], None] = lambda launches: None
         self.on_run: Callable[[Sequence[Launch]], None] = lambda launches: None
 
     def memory(self) -> tuple[int, int]:
@@ -54,6 +56,7 @@ class FakeGpu:
 
     def launch(self, launches: Sequence[Launch]) -> None:
         self.launched += launches
+        self.on_launch(launches)
 
     def capture(self, launches: Sequence[Launch]) -> Callable[[], None]:
         self.graphs.append(launches)
@@ -78,6 +81,9 @@ class FakeGpu:
     def wait(self, event: object | None = None) -> None:
         self.waits += 1
 
+    def profiler(self, on: bool) -> None:
+        self.profiled.append(on)
+
     def use(self) -> None:
         pass
 
@@ -95,3 +101,57 @@ def deliver(launches: Sequence[Launch], choose: Callable[[int], int]) -> None:
     token = choose(pos)
     state[0], state[1], state[5] = max(token, 0), pos, step + 1
     ring[step % args.host_cap] = HostToken(token, -0.5, pos, step + 1)
+
+
+class ClockedGpu(FakeGpu):
+    """A GPU with a clock: kernels run alone and take `kernel_s`, an event pair takes `pair_s` besides, and stamps are kept."""
+
+    def __init__(
+        self, *, kernel_s: float = 10e-6, pair_s: float = 2e-6, choose: Callable[[int], int] = lambda pos: pos * 7 % 96
+    ):
+        super().__init__()
+        self.kernel_s, self.pair_s, self.choose = kernel_s, pair_s, choose
+        self.now = 0.0
+        self.on_launch = self.on_run = self._run
+
+    def _run(self, launches: Sequence[Launch]) -> None:
+        for one in launches:
+            if one.kernel.name == "hold":
+                continue
+            begun = self.ticks
+            if isinstance(one.args[0], CollectArgs):
+                self._collect(one.args[0])
+                continue
+            self.now += self.kernel_s
+            if getattr(one.args[0], "stamp", 0):
+                pair = (ctypes.c_uint64 * 2).from_address(one.args[0].stamp)
+                pair[0], pair[1] = begun, self.ticks
+        samples = [one for one in launches if one.kernel.name == "sample_max"]
+        if samples:
+            deliver(samples, self.choose)
+
+    @property
+    def ticks(self) -> int:
+        return 1_700_000_000_000_000_000 + round(self.now * 1e9)
+
+    def _collect(self, a: CollectArgs) -> None:
+        serial = ctypes.c_int32.from_address(a.serial)
+        ended = ctypes.c_uint64.from_address(a.serial + 8)
+        row = (ctypes.c_uint64 * a.stride).from_address(a.ring + 8 * a.stride * (serial.value % a.rows))
+        row[2 : 2 + 2 * a.n] = (ctypes.c_uint64 * (2 * a.n)).from_address(a.stamps)[:]
+        row[2 + 2 * a.n], row[3 + 2 * a.n] = ended.value, self.ticks
+        self.now += 3e-6
+        serial.value += 1
+        row[0], ended.value = serial.value, self.ticks
+
+    def mark(self) -> object:
+        self.now += self.pair_s / 2
+        return self.now - self.pair_s / 4
+
+    def between(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
+
+    def time_call(self, call: Callable[[], None]) -> float:
+        begun = self.now
+        call()
+        return self.now - begun

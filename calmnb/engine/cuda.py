@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calmnb.config import KvDtype, ModelConfig
-from calmnb.engine.base import EngineInfo, FullPolicy, Kernel, Phase, Recorder, Weights
+from calmnb.engine.base import EngineInfo, FullPolicy, Kernel, Phase, Recorder, TimeSource, Weights
 from calmnb.engine.cuda_device import CudaDevice, Gpu
 from calmnb.engine.cuda_graphs import KernelSet, StepGraphs, step_specs
 from calmnb.engine.cuda_memory import MemoryPlan
@@ -29,6 +30,7 @@ from calmnb.engine.cuda_program import (
     cache_bytes,
     make_plans,
 )
+from calmnb.engine.cuda_runner import STAMP_LEVELS, StepRunner
 from calmnb.engine.cuda_weights import (
     Layout,
     Region,
@@ -176,6 +178,7 @@ class CudaEngine:
         self._work = work_layout.at(gpu.allocate(work_layout.nbytes))
         self._scratch = scratch_layout.at(gpu.allocate(scratch_layout.nbytes)) if scratch_layout.nbytes else {}
         self._steps = StepGraphs(gpu, self._plans, self._kernels, self._weights, self._work, self._cache, self._ring_address)
+        self._runner = StepRunner(gpu, self._steps, self._kernels, config, self.kv_dtype, self._positions.length)
         frequencies = np.ascontiguousarray(config.rope_frequencies()[0], dtype=np.float64)
         if frequencies.size:
             self._put(self._work["frequencies"], frequencies.view(np.uint8))
@@ -222,7 +225,7 @@ class CudaEngine:
         if self._closed:
             return
         self._closed = True
-        for name in ("_steps", "_states", "_small", "_logits", "_ring"):
+        for name in ("_runner", "_steps", "_states", "_small", "_logits", "_ring"):
             self.__dict__.pop(name, None)
         self._gpu.close()
 
@@ -285,9 +288,10 @@ class CudaEngine:
         ids = min(n_ids or self.config.vocab_size, self.config.vocab_size)
         s = sampling if sampling is not None else Sampling(min_p=0.0)
         ending: Ending = "greedy" if s.is_greedy else "draw"
-        stamped = self.recorder is not None
+        recorder, runner = self.recorder, self._runner
+        ahead = runner.ahead(recorder, ahead)
         for at in (pos, pos + max(n, 1) - 1):  # captured before the clock runs
-            self._steps.prepare(ending, stamped, at)
+            runner.prepare(ending, at, recorder)
         self._put(self._work["params"], np.frombuffer(bytes(sample_params(s, rng_state, ids)), np.uint8))
         if s.repetition_penalty != 1.0 and s.repetition_range != 0:
             self._put(self._work["history"], history_row(history, pos, self.seq_len).view(np.uint8))
@@ -303,13 +307,13 @@ class CudaEngine:
                 reach = i + 1 if pos + launched >= self.seq_len else min(n, i + 1 + ahead)
                 if launched < reach:
                     while launched < reach and (launched <= i or pos + launched < self.seq_len):
-                        self._steps.run(ending, stamped, pos + launched)
+                        runner.run(ending, "decode", pos + launched, recorder)
                         launched += 1
                     last_event = self._gpu.mark()
                 entry = self._await(i, last_event)
                 self._positions.end = pos + i + 1
-                if stamped:
-                    self._record("decode", pos + i)
+                if recorder is not None:
+                    runner.forward(recorder, "decode", pos + i)
                 if entry.token < 0:
                     raise CalmnbError(
                         f"the logit of token {-1 - entry.token} is {entry.logprob}: the model's numbers have overflowed or its "
@@ -320,8 +324,7 @@ class CudaEngine:
             if not self._closed:
                 self._gpu.use()
                 self._gpu.wait()
-                if self._steps.stamps is not None:
-                    self._steps.stamps.skip()
+                runner.discard()
 
     def _await(self, index: int, event: Any) -> HostToken:
         """Wait for token `index` of this run: spin briefly, then doze; the GPU has more steps queued meanwhile."""
@@ -335,6 +338,38 @@ class CudaEngine:
             if waited > 0.2 and self._gpu.reached(event) and entry.step != wanted:
                 raise DeviceError(f"{self._gpu.name}: step {index} ended without a token; this is a bug in calmnb")
         return HostToken.from_buffer_copy(entry)
+
+    # -- how recorded steps are timed ---------------------------------------------------------------------------------
+
+    @property
+    def time_source(self) -> TimeSource:
+        """How kernels are timed while there is a recorder: "stamps" (the default), "stamps-light" or "events".
+
+        "stamps": every kernel of the graph notes when its first block began and its last block ended, on the GPU's own
+        clock. "stamps-light": block 0 alone does, at half the cost; a kernel's tail then counts for the one after it.
+        "events": kernels are launched one by one between CUDA events, inside NVTX ranges, and no longer overlap.
+
+        Raises
+        ------
+        ConfigError
+            When set to anything else.
+        """
+        return self._runner.source
+
+    @time_source.setter
+    def time_source(self, source: TimeSource) -> None:
+        self._runner.source = source
+        self.info = replace(self.info, time_source=source)
+
+    @property
+    def runner(self) -> StepRunner:
+        """What runs steps and times them."""
+        return self._runner
+
+    @property
+    def graphs(self) -> StepGraphs:
+        """The graphs of a step."""
+        return self._steps
 
     # -- for benchmarks -----------------------------------------------------------------------------------------------
 
@@ -359,18 +394,23 @@ class CudaEngine:
         self._gpu.wait()
         self._positions.end = n
 
-    def time_graph(self, pos: int, n: int) -> float:
-        """Seconds a step, of `n` greedy steps from `pos` queued back to back: the GPU's own time, without the loop."""
+    def time_graph(self, pos: int, n: int, *, level: int = 0) -> float:
+        """Seconds a step, of `n` greedy steps from `pos` queued back to back: the GPU's own time, without the loop.
+
+        `level` is that of the stamps: 0 none, 1 every block, 2 block 0 alone.
+        """
         self._enter(pos, 1)
-        self._steps.prepare("greedy", False, pos)
+        self._steps.prepare("greedy", level, pos)
         self._put(self._work["params"], np.frombuffer(bytes(sample_params(Sampling(), 1, self.config.vocab_size)), np.uint8))
         self._put(self._work["state"], np.array(state_words(1, pos, self.seq_len), np.int32).view(np.uint8))
 
         def queue() -> None:
             for i in range(n):
-                self._steps.run("greedy", False, pos + i)
+                self._steps.run("greedy", level, pos + i)
 
-        return self._gpu.time_call(queue) / n
+        seconds = self._gpu.time_call(queue) / n
+        self._runner.discard()
+        return seconds
 
     # -- running steps ------------------------------------------------------------------------------------------------
 
@@ -382,17 +422,17 @@ class CudaEngine:
 
     def _run_tokens(self, ids: Sequence[int], pos: int, phase: Phase, *, last: Ending) -> None:
         """Run a step for each token; only the last one ends in `last`."""
-        stamped = self.recorder is not None
+        recorder = self.recorder
         for i, token in enumerate(ids):
             slot = i % _PROMPT_STATES
             if i and slot == 0:
                 self._gpu.wait()  # the page-locked states are about to be written again
             self._states[slot] = state_words(token, pos + i, self.seq_len)
             self._gpu.to_device(self._work["state"], self._states[slot].view(np.uint8))
-            self._steps.run(last if i == len(ids) - 1 else "none", stamped, pos + i)
-            if stamped:
+            self._runner.run(last if i == len(ids) - 1 else "none", phase, pos + i, recorder)
+            if recorder is not None:
                 self._gpu.wait()
-                self._record(phase, pos + i)
+                self._runner.forward(recorder, phase, pos + i)
         if last == "logits":
             self._gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
         self._gpu.wait()
@@ -408,44 +448,45 @@ class CudaEngine:
         self._put(self._scratch["tokens"], np.array(ids, np.int32).view(np.uint8))
         kernels: list[Kernel] = []
         events = [gpu.mark()]
+        recorder = self.recorder
+        ranges = None if recorder is None else self._runner.ranges("prefill", pos, self._positions.length(pos + n - 1), n)
 
         def done(kernel: Kernel) -> None:
-            if self.recorder is not None:
+            if ranges is not None:
                 kernels.append(kernel)
                 events.append(gpu.mark())
+                ranges.follow(kernel)
 
         started = time.perf_counter()
-        run_prefill(gpu, self._kernels, a, n, pos, done)
-        if rows is not None:
-            run_logits(gpu, self._kernels, a, rows)
-        elif last:
-            blocks = embed_grid(self.config) - 1
-            run_resume(gpu, self._kernels, a, n - 1, blocks)
-            logits = self.program("logits").launches[-1]
-            args = type(logits.args[0]).from_buffer_copy(logits.args[0])
-            args.n_part = blocks
-            gpu.launch([replace(logits, args=(args,), dependent=False)])
-            done(Kernel("output", -1, logits.kernel.name))
-            gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
+        with nullcontext() if ranges is None else ranges:
+            if ranges is not None:
+                ranges.enter(Kernel("embed", -1, ""))
+            run_prefill(gpu, self._kernels, a, n, pos, done)
+            if rows is not None:
+                run_logits(gpu, self._kernels, a, rows)
+            elif last:
+                blocks = embed_grid(self.config) - 1
+                run_resume(gpu, self._kernels, a, n - 1, blocks)
+                logits = self.program("logits").launches[-1]
+                args = type(logits.args[0]).from_buffer_copy(logits.args[0])
+                args.n_part = blocks
+                gpu.launch([replace(logits, args=(args,), dependent=False)])
+                done(Kernel("output", -1, logits.kernel.name))
+                gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
         gpu.wait()
         self._positions.end = pos + n
-        if self.recorder is not None and kernels:
+        if recorder is not None and kernels:
             marks = np.array([gpu.between(events[0], e) for e in events]) + started
             kv_len = self._positions.length(pos + n - 1)
-            self.recorder.add("prefill", pos, kv_len, n, tuple(kernels), marks[:-1], marks[1:], started, float(marks[-1]))
+            recorder.add("prefill", pos, kv_len, n, tuple(kernels), marks[:-1], marks[1:], started, float(marks[-1]))
 
     def _read_logits(self) -> NDArray[np.float32]:
         return self._logits.view(np.float32)[: self.config.vocab_size]
 
-    def _record(self, phase: Phase, pos: int) -> None:
-        stamps = self._steps.stamps
-        if self.recorder is None or stamps is None:
-            return
-        stamps.forward(self.recorder, phase, pos, self._positions.length(pos))
-
     def program(self, ending: Ending, *, stamped: bool = False, short: bool = False) -> StepProgram:
-        """List the launches of a step that ends in `ending`."""
-        return self._steps.program(ending, stamped=stamped, short=short)
+        """List the launches of a step that ends in `ending`, with or without the stamps of recorded steps."""
+        level = STAMP_LEVELS.get(self._runner.source, 0) if stamped else 0
+        return self._steps.program(ending, level=level, short=short)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -102,6 +102,10 @@ class Gpu(Protocol):
         """Block until `event`, or everything queued, is done. The host thread sleeps or spins as the driver likes."""
         ...
 
+    def profiler(self, on: bool) -> None:
+        """Begin or end the range that outside profilers record: ``cudaProfilerStart`` and ``cudaProfilerStop``."""
+        ...
+
     def use(self) -> None:
         """Make the device current in the calling thread."""
         ...
@@ -262,6 +266,16 @@ class CudaDevice:
 
         return run
 
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy from device to device in stream order."""
+        kind = self._cupy.cuda.runtime.memcpyDeviceToDevice
+        self._cupy.cuda.runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
+
+    @property
+    def pci_bus_id(self) -> str:
+        """Where the device sits, as NVML names it (``0000:19:00.0``)."""
+        return str(self._cupy.cuda.runtime.deviceGetPCIBusId(self.index))
+
     def time(self, launches: Sequence[Launch]) -> float:
         """Seconds between two events around `launches`."""
         return self.time_call(lambda: self.launch(launches))
@@ -280,6 +294,10 @@ class CudaDevice:
         event = self._cupy.cuda.Event()
         event.record(self._stream)
         return event
+
+    def profiler(self, on: bool) -> None:
+        """Begin or end the range that outside profilers record (``nsys --capture-range=cudaProfilerApi``)."""
+        (self._cupy.cuda.runtime.profilerStart if on else self._cupy.cuda.runtime.profilerStop)()
 
     def between(self, begin: Any, end: Any) -> float:
         """Seconds between two events that have fired."""

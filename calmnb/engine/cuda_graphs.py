@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from calmnb.engine.cuda_device import Gpu
@@ -65,6 +66,14 @@ class StepGraphs:
         Device, geometry and compiled kernels.
     weights, work, cache, host_ring
         Where everything lies; see `build_program`.
+
+    Attributes
+    ----------
+    stamps : StampRing or None
+        Where stamped steps leave their times; made with the first of them.
+    overlap : bool
+        Whether a kernel may start before the one ahead of it has ended, where the GPU can do that. Off, stamps give every
+        kernel's time alone, as outside tools see it.
     """
 
     def __init__(
@@ -81,42 +90,55 @@ class StepGraphs:
         self._plans = plans
         self._kernels = kernels
         self._weights, self._work, self._cache, self._host_ring = weights, work, cache, host_ring
-        self._programs: dict[tuple[Ending, bool, bool], StepProgram] = {}
-        self._graphs: dict[tuple[Ending, bool, bool], Callable[[], None]] = {}
+        self._programs: dict[tuple[Ending, int, bool], StepProgram] = {}
+        self._graphs: dict[tuple[Ending, int, bool, bool], Callable[[], None]] = {}
         self.stamps: StampRing | None = None
+        self.overlap = True
 
-    def program(self, ending: Ending, *, stamped: bool = False, short: bool = False) -> StepProgram:
-        """List the launches of a step that ends in `ending`."""
-        key = (ending, stamped, short)
+    def program(self, ending: Ending, *, level: int = 0, short: bool = False) -> StepProgram:
+        """List the launches of a step that ends in `ending`; `level` is that of its stamps, 0 for none."""
+        key = (ending, level, short)
         if key not in self._programs:
-            if stamped and self.stamps is None:
+            if level and self.stamps is None:
                 self.stamps = StampRing(self._gpu, n_kernels=8 * self._plans.config.n_layers + 16)
-            places = self.stamps.places() if stamped and self.stamps is not None else {}
-            self._programs[key] = build_program(
-                self._plans,
-                self._kernels,
-                self._weights,
-                self._work,
-                self._cache,
-                ending,
-                short=short,
-                host_ring=self._host_ring,
-                **places,
-            )
+            places = {**self.stamps.places(), "stamp_level": level} if level and self.stamps is not None else {}
+
+            def build(kernels: Callable[[KernelSpec], Any]) -> StepProgram:
+                return build_program(
+                    self._plans,
+                    kernels,
+                    self._weights,
+                    self._work,
+                    self._cache,
+                    ending,
+                    short=short,
+                    host_ring=self._host_ring,
+                    **places,
+                )
+
+            wanted: dict[KernelSpec, Any] = {}
+            build(lambda spec: wanted.setdefault(spec, None))  # listed first, so that they compile side by side
+            self._kernels.add(wanted)
+            self._programs[key] = build(self._kernels)
         return self._programs[key]
 
-    def prepare(self, ending: Ending, stamped: bool, pos: int) -> Callable[[], None]:
+    def at(self, ending: Ending, pos: int) -> StepProgram:
+        """The launches of the step at `pos`, without stamps."""
+        return self.program(ending, short=self._plans.is_short(pos))
+
+    def prepare(self, ending: Ending, level: int, pos: int) -> Callable[[], None]:
         """Return what queues the step at `pos`, capturing its graph if there is none yet."""
-        key = (ending, stamped, self._plans.is_short(pos))
+        key = (ending, level, self._plans.is_short(pos), self.overlap)
         if key not in self._graphs:
-            program = self.program(ending, stamped=stamped, short=key[2])
-            graph = self._gpu.capture(program.launches)
-            self._graphs[key] = self._noted(graph, program) if stamped else graph
+            program = self.program(ending, level=level, short=key[2])
+            launches = program.launches if self.overlap else [replace(one, dependent=False) for one in program.launches]
+            graph = self._gpu.capture(launches)
+            self._graphs[key] = self._noted(graph, program) if level else graph
         return self._graphs[key]
 
-    def run(self, ending: Ending, stamped: bool, pos: int) -> None:
+    def run(self, ending: Ending, level: int, pos: int) -> None:
         """Queue the step at `pos`."""
-        self.prepare(ending, stamped, pos)()
+        self.prepare(ending, level, pos)()
 
     def _noted(self, graph: Callable[[], None], program: StepProgram) -> Callable[[], None]:
         stamps = self.stamps

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from calmnb.engine.base import Kernel, Phase, Recorder
 from calmnb.engine.cuda_device import Gpu
@@ -21,6 +22,8 @@ __all__ = ["STAMP_ROWS", "StampRing"]
 STAMP_ROWS = 4096
 #: Seconds after which the offset between the two clocks is measured again.
 _CALIBRATION_S = 5.0
+#: A step that begins within this many seconds of the end of what came before was queued behind it: the pause is the GPU's.
+_BACK_TO_BACK_S = 20e-6
 
 
 class StampRing:
@@ -34,12 +37,24 @@ class StampRing:
         The most kernels a step may have.
     rows : int
         Steps the ring holds; a reader that falls further behind loses the oldest.
+
+    Attributes
+    ----------
+    edges : tuple of float
+        Of the step handed over last, seconds after the first of all steps: when the kernel that moves stamps had ended for
+        the step before (far in the past at first), and when it began for this one.
+
+    Notes
+    -----
+    A step lasts from there to the end of its last kernel, so that the pause between two graphs queued back to back is in the
+    step's ``gap`` and its rows sum to what CUDA events around it measure. After a longer pause, which is the host's, it
+    begins with its first kernel. The kernel that moves the stamps is in no step: without recording, it would not be there.
     """
 
     def __init__(self, gpu: Gpu, n_kernels: int, rows: int = STAMP_ROWS) -> None:
         self._n = n_kernels
         self.rows = rows
-        self._stride = 2 * n_kernels + 2
+        self._stride = 2 * n_kernels + 4
         self._ring = gpu.pinned(8 * rows * self._stride).view(np.uint64)
         self._stamps = gpu.allocate(16 * n_kernels + 16)
         self._serial = self._stamps + 16 * n_kernels
@@ -50,6 +65,8 @@ class StampRing:
         gpu.release(initial.ctypes.data)
         self._queued: list[Sequence[Kernel]] = []
         self._read = 0
+        self.edges = (0.0, 0.0)
+        self._origin: int | None = None
         self._offset = float("inf")
         self._calibrated = -float("inf")
 
@@ -79,19 +96,25 @@ class StampRing:
         serial = self._read
         self._read += 1
         first = (serial % self.rows) * self._stride
-        row = self._ring[first : first + 2 * n + 2]
+        row = self._ring[first : first + 2 * n + 4]
         began = time.perf_counter()
         while int(row[0]) != serial + 1:
             if time.perf_counter() - began > timeout_s:
                 raise DeviceError("the times of a step did not arrive; this is a bug in calmnb, please report it")
             time.sleep(0)
         now = time.perf_counter()
-        times = row[2:].astype(np.float64).reshape(n, 2) * 1e-9
-        last = float(times[:, 1].max())
-        if now - last < self._offset or now - self._calibrated > _CALIBRATION_S:
-            self._offset = now - last
+        ticks = row[2:].astype(np.int64)  # nanoseconds since 1970, beyond what a float holds to the nanosecond
+        if self._origin is None:
+            self._origin = int(ticks[0])
+        seconds = (ticks - self._origin).astype(np.float64) * 1e-9
+        times: NDArray[np.float64] = seconds[: 2 * n].reshape(n, 2)
+        self.edges = (float(seconds[-2]), float(seconds[-1]))
+        first_start, last_end = float(times[:, 0].min()), float(times[:, 1].max())
+        begin = self.edges[0] if 0 <= first_start - self.edges[0] < _BACK_TO_BACK_S else first_start
+        if now - last_end < self._offset or now - self._calibrated > _CALIBRATION_S:
+            self._offset = now - last_end
             self._calibrated = now
         times += self._offset
         recorder.add(
-            phase, pos, kv_len, 1, kernels, times[:, 0], times[:, 1], float(times[:, 0].min()), float(times[:, 1].max())
-        )
+            phase, pos, kv_len, 1, kernels, times[:, 0], times[:, 1], begin + self._offset, last_end + self._offset
+        )  # fmt: skip

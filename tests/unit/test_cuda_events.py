@@ -1,0 +1,306 @@
+"""How the CUDA engine times recorded steps: stamps, stamps of block 0 alone, and events with NVTX ranges."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from calmnb.config import ModelConfig
+from calmnb.engine import cuda, cuda_graphs
+from calmnb.engine.cuda_events import step_name
+from calmnb.engine.cuda_stamps import STAMP_ROWS, StampRing
+from calmnb.engine.stages import stage_cost
+from calmnb.errors import ConfigError
+from calmnb.kernels import CompiledKernel, KernelSpec, Resources
+from calmnb.profile.attribution import layer_of_range, stage_of_range, step_of_range
+from calmnb.sampler import Sampling
+from tests.engine_models import random_weights
+from tests.fake_gpu import ClockedGpu
+
+CONFIG = ModelConfig("llama", "fp16", 64, 128, 16, 2, 4, 2, 96, rotary_dim=16)
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_all(specs: Any, arch: str) -> dict[KernelSpec, CompiledKernel]:
+        return {s: CompiledKernel(s, arch, b"", Resources(32, 0, 0, 0), "", True) for s in specs}
+
+    monkeypatch.setattr(cuda_graphs, "compile_all", compile_all)
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
+    """Every range that was opened, as its path of names and its payload; `nvtx` is a fake that checks the nesting."""
+    seen: list[tuple[str, int | None]] = []
+    stack: list[str] = []
+
+    def push(message: str, *, domain: str, payload: int | None = None) -> None:
+        assert domain == "calmnb"
+        stack.append(message)
+        seen.append((" > ".join(stack), payload))
+
+    def pop(*, domain: str) -> None:
+        assert domain == "calmnb"
+        stack.pop()
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(push_range=push, pop_range=pop, stack=stack))
+    return seen
+
+
+class Steps:
+    """A recorder that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, ...]] = []
+
+    def add(self, phase: str, pos: int, kv_len: int, n: int, kernels: Any, starts: Any, ends: Any, a: float, b: float) -> None:
+        self.steps.append((phase, pos, kv_len, n, kernels, starts.copy(), ends.copy(), a, b))
+
+    def sampled(self, pos: int, token: int, start: float, end: float) -> None:
+        raise AssertionError("the engine does not sample here")
+
+
+def open_engine(source: Any = "stamps", gpu: ClockedGpu | None = None, **options: Any) -> tuple[cuda.CudaEngine, Steps]:
+    config = CONFIG.replace(**options)
+    engine = cuda.open_cuda_engine(random_weights(config), gpu=gpu or ClockedGpu(), seq_len=64)
+    engine.time_source = source
+    recorder = Steps()
+    engine.recorder = recorder
+    return engine, recorder
+
+
+# -- stamps -----------------------------------------------------------------------------------------------------------
+
+
+def test_stamps_are_exact_to_the_nanosecond() -> None:
+    engine, recorder = open_engine(gpu=ClockedGpu(kernel_s=1.536e-6))
+    list(engine.decode_many(3, 0, 5))
+    for step in recorder.steps:
+        np.testing.assert_allclose(step[6] - step[5], 1.536e-6, atol=2e-9)
+
+
+def test_a_step_queued_behind_another_begins_where_that_ended() -> None:
+    gpu = ClockedGpu()
+    engine, recorder = open_engine(gpu=gpu)
+    run = gpu.on_run
+
+    def with_pause(launches: Any) -> None:
+        gpu.now += 2e-6  # between two graphs
+        run(launches)
+
+    gpu.on_run = with_pause
+    list(engine.decode_many(3, 0, 6))
+    first, *others = recorder.steps
+    assert first[8] - first[7] == pytest.approx(len(first[4]) * 10e-6, abs=1e-8)
+    for step in others:
+        assert step[5][0] - step[7] == pytest.approx(2e-6, abs=1e-8)
+
+
+def test_a_pause_of_the_hosts_is_in_no_step() -> None:
+    gpu = ClockedGpu()
+    engine, recorder = open_engine(gpu=gpu)
+    for pos in range(3):
+        engine.step(1, pos)
+        gpu.now += 1e-3
+    assert [step[8] - step[7] == pytest.approx(len(step[4]) * 10e-6, abs=1e-8) for step in recorder.steps] == [True] * 3
+
+
+def test_the_ring_holds_thousands_of_steps() -> None:
+    assert STAMP_ROWS >= 4096
+    engine, _ = open_engine()
+    engine.step(1, 0)
+    assert engine.program("logits", stamped=True).launches[-1].args[0].rows == STAMP_ROWS
+
+
+def test_the_ring_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calmnb.engine.cuda_graphs.StampRing", functools.partial(StampRing, rows=12))
+    engine, recorder = open_engine()
+    list(engine.decode_many(3, 0, 40))
+    assert [step[1] for step in recorder.steps] == list(range(40))
+    starts = np.array([step[5][0] for step in recorder.steps])
+    assert (np.diff(starts) > 9e-6).all(), "an older step was read again"
+
+
+def test_steps_that_nobody_asks_for_are_passed_over() -> None:
+    engine, recorder = open_engine()
+    run = engine.decode_many(3, 0, 30)
+    next(run)
+    run.close()
+    list(engine.decode_many(3, 1, 2))
+    assert [step[1] for step in recorder.steps] == [0, 1, 2]
+    times = [step[7] for step in recorder.steps]
+    assert times == sorted(times)
+
+
+def test_light_stamps_are_compiled_into_their_own_kernels() -> None:
+    engine, recorder = open_engine("stamps-light")
+    list(engine.decode_many(3, 0, 3))
+    assert engine.info.time_source == "stamps-light"
+    levels = {
+        dict(one.kernel.spec.defines).get("CALMNB_STAMPS") for one in engine.program("greedy", stamped=True).launches[:-1]
+    }
+    assert levels == {2}
+    assert len(recorder.steps) == 3
+
+
+def test_without_overlap_no_kernel_depends_on_the_one_before() -> None:
+    gpu = ClockedGpu()
+    engine, _ = open_engine(gpu=gpu)
+    list(engine.decode_many(3, 0, 2))
+    engine.graphs.overlap = False
+    list(engine.decode_many(3, 2, 2))
+    assert [any(one.dependent for one in graph) for graph in gpu.graphs] == [True, False]
+
+
+def test_a_step_without_a_recorder_has_no_stamps() -> None:
+    gpu = ClockedGpu()
+    engine, _ = open_engine(gpu=gpu)
+    engine.recorder = None
+    list(engine.decode_many(3, 0, 2))
+    assert [dict(one.kernel.spec.defines).get("CALMNB_STAMPS", 0) for one in gpu.graphs[0]] == [0] * len(gpu.graphs[0])
+
+
+@pytest.mark.parametrize("source", ["cupti", "nsys", "cpu", "clock", ""])
+def test_sources_that_the_engine_cannot_time_by_are_refused(source: Any) -> None:
+    with pytest.raises(ConfigError, match="accepted are stamps, stamps-light, events"):
+        open_engine(source)
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_takes_what_lies_between_its_events_less_an_empty_pair(ranges: Any) -> None:
+    engine, recorder = open_engine("events", ClockedGpu(kernel_s=7e-6, pair_s=1.4e-6))
+    list(engine.decode_many(3, 0, 3))
+    assert engine.runner.events.pair_s == pytest.approx(0.7e-6)
+    for _, _, _, _, kernels, starts, ends, begin, end in recorder.steps:
+        assert len(kernels) == len(starts)
+        np.testing.assert_allclose(ends - starts, 7e-6, atol=1e-12)
+        assert (starts[1:] >= ends[:-1]).all(), "kernels overlap"
+        assert begin <= starts[0]
+        assert end == ends[-1]
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.7, min_p=0.0, top_k=5, seed=1)])
+def test_tokens_are_the_graphs(ranges: Any, sampling: Sampling | None) -> None:
+    answers = []
+    for source in ("stamps", "events"):
+        engine, recorder = open_engine(source)
+        answers.append([(d.token, d.pos) for d in engine.decode_many(3, 0, 20, sampling=sampling)])
+        assert [step[1] for step in recorder.steps] == list(range(20))
+    assert answers[0] == answers[1]
+
+
+def test_the_same_kernels_run_one_by_one(ranges: Any) -> None:
+    gpu = ClockedGpu()
+    engine, _ = open_engine("events", gpu)
+    gpu.launched.clear()
+    list(engine.decode_many(3, 0, 1))
+    mine = [one for one in gpu.launched if one.kernel.name != "hold"]
+    program = engine.program("greedy", short=True)
+    assert [one.kernel for one in mine] == [one.kernel for one in program.launches]
+    assert not any(one.dependent for one in mine)
+
+
+def test_the_stream_is_held_while_a_group_of_kernels_is_queued(ranges: Any) -> None:
+    gpu = ClockedGpu()
+    engine, _ = open_engine("events", gpu, n_layers=30)
+    gpu.launched.clear()
+    list(engine.decode_many(3, 0, 1))
+    names = [one.kernel.name for one in gpu.launched]
+    holds = [i for i, name in enumerate(names) if name == "hold"]
+    assert len(holds) == 1 + -(-(2 + 30 * 5 + 1) // 64)  # once to measure an empty pair
+    flag = engine.runner.events._flag[0]
+    assert flag == gpu.launched[holds[-1]].args[1].value, "the last group is never let go"
+
+
+def test_nothing_runs_ahead_of_the_caller(ranges: Any) -> None:
+    engine, recorder = open_engine("events")
+    run = engine.decode_many(3, 0, 20)
+    for i in range(3):
+        next(run)
+        assert len(recorder.steps) == i + 1
+    run.close()
+    assert [d.pos for d in engine.decode_many(3, 3, 2)] == [4, 5]
+    assert [step[1] for step in recorder.steps] == [0, 1, 2, 3, 4]
+
+
+def test_ranges_are_step_layer_and_stage_with_the_stages_bytes(ranges: Any) -> None:
+    engine, _ = open_engine("events")
+    engine._positions.end = 12
+    list(engine.decode_many(3, 12, 1, sampling=Sampling(temperature=0.5)))
+    step = "decode pos=12 kv_len=13"
+    layers = [
+        path
+        for i in range(2)
+        for path in [
+            f"{step} > layer {i}",
+            *(
+                f"{step} > layer {i} > {s}"
+                for s in ("matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down")
+            ),
+        ]
+    ]
+    assert [path for path, _ in ranges] == [step, f"{step} > embed", *layers, f"{step} > output", f"{step} > sample"]
+    payloads = dict(ranges)
+    assert payloads[f"{step} > layer 1 > attention"] == stage_cost(CONFIG, "attention", 13).bytes_min
+    assert payloads[f"{step} > layer 0 > matmul_qkv"] == stage_cost(CONFIG, "matmul_qkv", 13).bytes_min
+    assert sys.modules["nvtx"].stack == []
+
+
+def test_router_and_experts_share_a_range(ranges: Any) -> None:
+    engine, _ = open_engine("events", n_experts=4, n_experts_active=2)
+    list(engine.decode_many(3, 0, 1))
+    assert [path for path, _ in ranges].count("decode pos=0 kv_len=1 > layer 0 > matmul_ffn_up") == 1
+
+
+def test_a_prompt_in_batches_has_ranges_too(ranges: Any) -> None:
+    engine, recorder = open_engine("events")
+    engine.prefill([5] * 24)
+    step = "prefill pos=0 n_tokens=24 kv_len=24"
+    paths = [path for path, _ in ranges]
+    assert paths[:3] == [step, f"{step} > embed", f"{step} > layer 0"]
+    assert paths[-2:] == [f"{step} > layer 1 > matmul_ffn_down", f"{step} > output"]
+    assert dict(ranges)[f"{step} > layer 1 > attention"] == stage_cost(CONFIG, "attention", 24, n_tokens=24).bytes_min
+    assert recorder.steps[0][:4] == ("prefill", 0, 24, 24)
+    assert sys.modules["nvtx"].stack == []
+
+
+def test_a_graph_has_the_range_of_its_step(ranges: Any) -> None:
+    engine, _ = open_engine("stamps")
+    list(engine.decode_many(3, 0, 2))
+    assert [path for path, _ in ranges] == ["decode pos=0 kv_len=1", "decode pos=1 kv_len=2"]
+
+
+def test_what_is_not_recorded_has_no_range(ranges: Any) -> None:
+    engine, _ = open_engine("events")
+    engine.recorder = None
+    list(engine.decode_many(3, 0, 2))
+    engine.prefill([5] * 8, 2)
+    assert ranges == []
+
+
+def test_ranges_are_closed_when_a_launch_fails(ranges: Any) -> None:
+    gpu = ClockedGpu()
+    engine, _ = open_engine("events", gpu)
+    list(engine.decode_many(3, 0, 1))
+
+    def fail(launches: Any) -> None:
+        raise RuntimeError("no")
+
+    gpu.on_launch = fail
+    with pytest.raises(RuntimeError):
+        list(engine.decode_many(3, 1, 1))
+    assert sys.modules["nvtx"].stack == []
+
+
+def test_names_of_ranges_are_read_back() -> None:
+    assert step_of_range(step_name("decode", 12, 13)) == ("decode", 12, 13, 1)
+    assert step_of_range(step_name("prefill", 3, 27, 24)) == ("prefill", 3, 27, 24)
+    assert layer_of_range("layer 3") == 3
+    assert stage_of_range("matmul_qkv") == "matmul_qkv"
