@@ -21,7 +21,16 @@ from typing import Any
 
 from calmnb.errors import CompileError, DeviceError
 
-__all__ = ["CompiledKernel", "KernelSpec", "Resources", "compile_all", "compile_kernel", "cuda_include_dir", "kernels_dir"]
+__all__ = [
+    "CompiledKernel",
+    "KernelSpec",
+    "Resources",
+    "compile_all",
+    "compile_kernel",
+    "compile_text",
+    "cuda_include_dir",
+    "kernels_dir",
+]
 
 _FORMAT = 2  # of the cache entries
 _OPTIONS = ("--std=c++17", "--ptxas-options=-v")
@@ -172,6 +181,27 @@ def compile_kernel(spec: KernelSpec, arch: str = "sm_90", *, cache_dir: Path | N
     return CompiledKernel(spec, arch, cubin, resources, log, False)
 
 
+def compile_text(text: str, spec: KernelSpec, arch: str = "sm_90") -> CompiledKernel:
+    """Compile a source that is no file of ``kernels/``: a student's, say. The headers there can be included; nothing is cached.
+
+    Parameters
+    ----------
+    text
+        CUDA C++.
+    spec
+        Entry, macros, and as `source` the name that the compiler's messages give the text.
+    arch
+        Real architecture, ``"sm_90"``.
+
+    Raises
+    ------
+    CompileError, DeviceError
+        As for `compile_kernel`.
+    """
+    cubin, log = _nvrtc(spec, arch, text)
+    return CompiledKernel(spec, arch, cubin, _parse_resources(log, spec.name), log, False)
+
+
 def compile_all(
     specs: Iterable[KernelSpec], arch: str = "sm_90", *, cache_dir: Path | None = None, threads: int | None = None
 ) -> dict[KernelSpec, CompiledKernel]:
@@ -193,7 +223,9 @@ def default_cache_dir() -> Path:
 
 @functools.cache
 def _sources(folder: Path) -> dict[str, str]:
-    return {p.name: p.read_text(encoding="utf-8") for p in sorted(folder.iterdir()) if p.suffix in (".cu", ".cuh")}
+    """Text of every source by its path inside `folder`, subfolders included: ``one_kernel/v6_ring.cu``."""
+    paths = sorted(p for p in folder.rglob("*") if p.suffix in (".cu", ".cuh"))
+    return {p.relative_to(folder).as_posix(): p.read_text(encoding="utf-8") for p in paths}
 
 
 def _key(spec: KernelSpec, arch: str) -> str:
@@ -269,11 +301,13 @@ def _load_nvrtc() -> Any:
     return nvrtc
 
 
-def _nvrtc(spec: KernelSpec, arch: str) -> tuple[bytes, str]:
+def _nvrtc(spec: KernelSpec, arch: str, text: str | None = None) -> tuple[bytes, str]:
+    """Machine code and the compiler's log of `text`, or of the file that `spec` names."""
     nvrtc = _load_nvrtc()
     folder = kernels_dir()
     sources = _sources(folder)
-    if spec.source not in sources:
+    source = sources.get(spec.source) if text is None else text
+    if source is None:
         raise CompileError(f"kernel {spec}: there is no {spec.source} in {folder}; it has {', '.join(sorted(sources))}")
     headers = {name: text for name, text in sources.items() if name.endswith(".cuh")}
     options = (f"--gpu-architecture={arch}", *_OPTIONS, *spec.options(), f"-I{cuda_include_dir()}")
@@ -285,7 +319,7 @@ def _nvrtc(spec: KernelSpec, arch: str) -> tuple[bytes, str]:
 
     program = check(
         nvrtc.nvrtcCreateProgram(
-            sources[spec.source].encode(),
+            source.encode(),
             spec.source.encode(),
             len(headers),
             [text.encode() for text in headers.values()],
