@@ -1,0 +1,290 @@
+"""The lesson's kernels on the CPU, through the emulator's stand-ins for CUDA; their table, its file, the code that is shown."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calmnb import one_kernel
+from calmnb.engine.cuda_device import Launch
+from calmnb.engine.cuda_matvec import Device
+from calmnb.errors import CalmnbError, CompileError, ConfigError, FormatError
+from calmnb.kernels import CompiledKernel, KernelSpec, Resources, kernels_dir
+from calmnb.one_kernel import VERSIONS, Layer, Version
+from calmnb.profile import sass
+from tests.emulator import launcher
+from tests.fake_gpu import FakeGpu
+
+EMULATOR = Path(launcher.__file__).parent
+WRAPPER = """
+#include "{source}"
+extern "C" void run(void** a, unsigned grid, unsigned block, unsigned smem) {{
+  static std::vector<uint4> storage;
+  storage.resize(smem / 16 + 1);
+  emulator::dynamic_shared = reinterpret_cast<u8*>(storage.data());
+  shared_bytes = smem;
+  emulator::grid_size = {{grid, 1, 1}};
+  emulator::block_dim = {{block, 1, 1}};
+  for (unsigned b = 0; b < grid; b++) {{
+    emulator::block_index = {{b, 0, 0}};
+    memset(emulator::dynamic_shared, 0xFF, storage.size() * 16);
+    emulator::run_block(block, [&] {{ {call}; }});
+  }}
+}}
+"""
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
+
+
+class EmulatedGpu(FakeGpu):
+    """A GPU of three multiprocessors whose kernels g++ compiled; every graph takes 1 ms."""
+
+    name = "NVIDIA H200"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(sm_count=3)
+        self.folder = folder
+        self.built = 0
+        self.libraries: dict[tuple[KernelSpec, str], Any] = {}
+        self.on_run = self.launch
+        for path in kernels_dir().rglob("*.cu*"):
+            text = path.read_text()
+            text = text.replace("extern __shared__ __align__(16) u8 shared[];", "#define shared (emulator::dynamic_shared)")
+            text = text.replace("__restrict__", "")
+            target = folder / path.relative_to(kernels_dir())
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(text)
+        (folder / "common.cuh").write_text((EMULATOR / "common.cuh").read_text())
+
+    def allocate(self, nbytes: int) -> int:
+        """Aligned like device memory."""
+        return -(-super().allocate(nbytes + 256) // 256) * 256
+
+    def release(self, address: int) -> None:
+        held = max(at for at in self.held if at <= address)
+        super().release(held)
+
+    def library(self, spec: KernelSpec, entry: str) -> Any:
+        if (spec, entry) not in self.libraries:
+            self.built += 1  # never the same name twice: the loader would give the old library
+            name = f"k{self.built}"
+            call = "matvec_rows(*(const MatvecArgs*)a[0])"
+            if entry != "matvec_rows":
+                w, x = {"thread_a_row": "hh", "warp_a_row": "hh", "ring": "bh"}.get(entry, "cc")
+                types = {"h": "const __half*", "b": "const u8*", "c": "const uint4*"}
+                call = f"{entry}(*({types[w]}*)a[0], *({types[x]}*)a[1], *(float**)a[2], *(int*)a[3], *(int*)a[4])"
+            (self.folder / f"{name}.cpp").write_text(WRAPPER.format(source=spec.source, call=call))
+            subprocess.run(
+                ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
+                 *spec.options(), f"-I{self.folder}", f"-I{EMULATOR}", "-o", f"{name}.so", f"{name}.cpp"],
+                cwd=self.folder, check=True,
+            )  # fmt: skip
+            self.libraries[spec, entry] = ctypes.CDLL(str(self.folder / f"{name}.so"))
+        return self.libraries[spec, entry]
+
+    def launch(self, launches: Sequence[Launch]) -> None:
+        for one in launches:
+            pointers = (ctypes.c_void_p * len(one.args))(*[ctypes.addressof(a) for a in one.args])
+            self.library(one.kernel.spec, one.kernel.name).run(pointers, one.grid[0], one.block, one.shared)
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
+    return EmulatedGpu(tmp_path_factory.mktemp("lesson"))
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No NVRTC is needed: what a kernel takes is made up, what it computes is g++'s."""
+
+    def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
+        return CompiledKernel(spec, arch, b"", Resources(64, 0, 0, 0), "", False)
+
+    monkeypatch.setattr(one_kernel, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(one_kernel, "find_disassembler", lambda: None)
+
+
+def run(gpu: EmulatedGpu, versions: Sequence[Version], rows: int, cols: int, **options: Any) -> Any:
+    layer = Layer(f"{rows} x {cols}", rows, cols)
+    settings: dict[str, Any] = {"cached": None, "repeats": 2, "arena_bytes": 1, "peak_gb_per_s": 4600.0, **options}
+    return one_kernel.measure(gpu, layers=[layer], versions=versions, **settings)
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.number}")
+@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (37, 96), (259, 1056), (70, 4128)])
+def test_every_version_computes_the_product(gpu: EmulatedGpu, version: Version, rows: int, cols: int) -> None:
+    table = run(gpu, [version], rows, cols)
+    assert list(table["version"]) == [version.number]
+    assert table["error"].iloc[0] < one_kernel.TOLERANCE[version.dtype]
+
+
+@needs_compiler
+@pytest.mark.parametrize("version", VERSIONS[:7], ids=lambda v: f"{v.number}")
+@pytest.mark.parametrize(("rows", "cols"), [(33, 8), (5, 1544), (2, 14336)])
+def test_rows_that_end_in_the_middle_of_a_warp(gpu: EmulatedGpu, version: Version, rows: int, cols: int) -> None:
+    run(gpu, [version], rows, cols)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cols", [1, 3, 33, 577])
+def test_the_plain_versions_take_any_number_of_columns(gpu: EmulatedGpu, cols: int) -> None:
+    run(gpu, VERSIONS[:2], 130, cols)
+    with pytest.raises(ConfigError, match="multiple of 8 columns"):
+        run(gpu, [VERSIONS[2]], 130, cols)
+
+
+@needs_compiler
+def test_the_real_layers_widths(gpu: EmulatedGpu) -> None:
+    for layer in one_kernel.LAYERS:
+        table = run(gpu, [v for v in VERSIONS if v.kind in ("resident", "ring")], 14, layer.cols)
+        assert set(table["version"]) == {5, 6, 9, 11, 12}
+
+
+@needs_compiler
+def test_a_wrong_kernel_is_never_timed(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = gpu.folder / VERSIONS[1].source
+    text = good.read_text()
+    monkeypatch.setattr(gpu, "libraries", {})
+    for broken, message in (
+        (text.replace("y[row] = sum", "y[row] = row == 7 ? 0.f : sum"), "first is row 7"),
+        (text.replace("if (row >= rows) return;", ""), "past the end of y"),
+        (text.replace("lane == 0", "lane == 0 && row < 20"), "first is row 20: .*nan"),
+    ):
+        good.write_text(broken)
+        monkeypatch.setattr(gpu, "libraries", {})
+        with pytest.raises(CalmnbError, match=message):
+            run(gpu, [VERSIONS[1]], 29, 64)
+    good.write_text(text)
+
+
+@needs_compiler
+def test_the_table_says_what_its_columns_promise(gpu: EmulatedGpu) -> None:
+    table = run(gpu, VERSIONS, 64, 512, cached=Layer("small", 32, 512))
+    assert list(table.columns) == list(one_kernel.COLUMNS)
+    assert (table["memory"] == "L2").sum() == 3
+    assert set(table.loc[table["memory"] == "L2", "version"]) == {6, 9, 12}
+    row = table[table["version"] == 2].iloc[0]
+    assert row["bytes_min"] == 64 * 512 * 2 + 512 * 2 + 64 * 4
+    assert row["gb_per_s"] == pytest.approx(row["bytes_min"] / row["us"] / 1e3)
+    assert row["percent_measured"] == pytest.approx(100 * row["gb_per_s"] / 4600)
+    assert row["percent_datasheet"] == pytest.approx(100 * row["gb_per_s"] / 4800)
+    assert row["occupancy_percent"] == pytest.approx(50)  # 64 registers: 4 blocks of 8 warps, of 64 warps
+    assert row["in_flight_kb"] == pytest.approx(3 * 256 * 16 / 1024)  # 8 blocks on 3 multiprocessors: 3 on the fullest
+    assert table.attrs["meta"]["device"] == "NVIDIA H200"
+    # The L2 case runs one copy again and again; otherwise copies take turns.
+    copies = [{one.args[0].value for one in graph if len(one.args) == 5} for graph in gpu.graphs[-2:]]
+    assert len(copies[1]) == 1
+    assert len(copies[0]) >= 2
+
+
+@needs_compiler
+def test_tables_survive_their_file(gpu: EmulatedGpu, tmp_path: Path) -> None:
+    table = run(gpu, VERSIONS[:3], 16, 64)
+    path = one_kernel.save(table, tmp_path / "table.json")
+    again = one_kernel.load(path)
+    assert again.attrs["meta"] == {**table.attrs["meta"], "saved": True}
+    assert "saved table" in one_kernel.source_of(again)
+    assert "measured here" in one_kernel.source_of(table)
+    for name in one_kernel.COLUMNS:
+        for a, b in zip(table[name], again[name], strict=True):
+            assert a == b or (isinstance(a, float) and (math.isclose(a, b, rel_tol=1e-5) or math.isnan(a) == math.isnan(b)))
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"rows": [[1]], "columns": ["version"], "meta": {}}')
+    for name in ("x.json", "missing.json"):
+        with pytest.raises(FormatError, match=r"python -m calmnb\.one_kernel"):
+            one_kernel.load(tmp_path / name)
+
+
+def test_rows_too_long_for_registers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="up to 16384 columns"):
+        one_kernel.plan(VERSIONS[5], Layer("wide", 8, 32768), Device.of_arch("sm_90"))
+
+
+@pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.number}")
+def test_the_code_shown_is_the_file_s(version: Version) -> None:
+    text = one_kernel.code(version)
+    head, _, body = text.partition("\n")
+    source = (kernels_dir() / head.removeprefix("// kernels/")).read_text()
+    squeezed = "".join(source.split())
+    for line in body.split("\n"):
+        assert line == "// ..." or "".join(line.split()) in squeezed
+    assert 5 <= len(body.splitlines()) <= 40
+    assert "// ---" not in body
+    wanted = {6: "cp_async16", 7: "cp_async_wait", 8: "pdl_wait", 9: "__byte_perm", 11: ">> (8 + 3 * j) & 7", 12: "0x000E0007"}
+    assert wanted.get(version.number, "pdl_wait" if version.dependent else "sum") in body
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_120"])
+def test_plans_fit_every_gpu(arch: str) -> None:
+    device = Device.of_arch(arch)
+    for layer in (*one_kernel.LAYERS, one_kernel.CACHED):
+        for version in VERSIONS:
+            p = one_kernel.plan(version, layer, device)
+            assert p.shared <= device.shared_per_sm - 1024
+            assert p.threads <= 512
+            assert p.loop_weights > 0
+
+
+SASS = """
+.text.k:
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_1:
+        /*0010*/                   LDG.E R1, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0020*/                   FFMA R3, R1, R4, R3 ;
+        /*0030*/                   FFMA R3, R1, R5, R3 ;
+        /*0040*/              @!P0 BRA `(.L_x_2) ;
+        /*0050*/                   FADD R6, R6, R3 ;
+        /*0060*/               @P1 BRA `(.L_x_3) ;
+        /*0070*/                   BRA `(.L_x_1) ;
+.L_x_3:
+        /*0080*/                   EXIT ;
+.L_x_4:
+        /*0090*/                   BRA `(.L_x_4);
+        /*00a0*/                   NOP;
+"""
+
+
+def test_the_hot_loop_is_the_innermost_with_the_arithmetic() -> None:
+    assert sass.loop_instructions(SASS) == 3
+    assert sass.loop_instructions(SASS.replace("`(.L_x_2)", "0x20")) == 3
+    assert sass.loop_instructions(SASS.replace("FFMA", "IMAD")) == 0
+
+
+def test_counted_instructions_cover_every_version() -> None:
+    """The table in calmnb/data knows each specialisation of the lesson for sm_90."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+    from calmnb.kernels import _nvrtc_version
+
+    path = Path(one_kernel.__file__).parent / "data" / "one_kernel_sass.json"
+    counted = json.loads(path.read_text())
+    assert set(counted["loop_instructions"]) >= {str(spec) for spec in one_kernel.specs("sm_90")}
+    if sass.find_disassembler() and counted["nvrtc"] == ".".join(map(str, _nvrtc_version())):
+        from calmnb.kernels import compile_kernel
+
+        spec = one_kernel.plan(VERSIONS[4], one_kernel.LAYERS[0], Device.of_arch("sm_90")).spec
+        found = sass.loop_instructions(sass.disassemble(compile_kernel(spec, "sm_90").cubin))
+        assert found == counted["loop_instructions"][str(spec)]
+
+
+def test_an_edited_kernel_compiles_without_a_gpu() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+    version = dataclasses.replace(VERSIONS[4], rows_per_block=64, load_bytes=128, loop_weights=64)
+    text = (kernels_dir() / version.source).read_text()
+    eight = one_kernel.try_kernel(text.replace("R = 4", "R = 8"), version)
+    four = one_kernel.try_kernel(text, VERSIONS[4])
+    assert math.isnan(eight["us"].iloc[0])
+    assert eight["registers"].iloc[0] > four["registers"].iloc[0]
+    with pytest.raises(CompileError, match="nonsense"):
+        one_kernel.try_kernel(text.replace("R = 4", "R = nonsense"), version)
