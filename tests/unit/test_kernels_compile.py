@@ -17,6 +17,7 @@ from calmnb.engine.cuda_matvec import Device, MatvecPlan, plan_matvec
 from calmnb.engine.cuda_ops import all_specs
 from calmnb.errors import CompileError
 from calmnb.kernels import KernelSpec, _nvrtc_version, compile_all, compile_kernel
+from calmnb.one_kernel_versions import specs as lesson_specs
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 
@@ -67,6 +68,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resources(arch: str, cache: Path) -> dict[str, dict[str, int]]:
     named = {name: plan.spec for name, plan in plans(arch).items()} | {str(spec): spec for spec in all_specs()}
+    named |= {f"lesson {spec}": spec for spec in lesson_specs(arch) if spec.source.startswith("one_kernel/")}
     compiled = compile_all(named.values(), arch, cache_dir=cache, threads=2)
     table = {}
     for name, spec in named.items():

@@ -263,13 +263,14 @@ def test_the_hot_loop_is_the_innermost_with_the_arithmetic() -> None:
 
 
 def test_counted_instructions_cover_every_version() -> None:
-    """The table in calmnb/data knows each specialisation of the lesson for sm_90."""
+    """The table in calmnb/data knows each kernel of the lesson for sm_90; calmnb's own change with their tuning."""
     pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
     from calmnb.kernels import _nvrtc_version
 
     path = Path(one_kernel.__file__).parent / "data" / "one_kernel_sass.json"
     counted = json.loads(path.read_text())
-    assert set(counted["loop_instructions"]) >= {str(spec) for spec in one_kernel.specs("sm_90")}
+    own = {str(spec) for spec in one_kernel.specs("sm_90") if spec.source.startswith("one_kernel/")}
+    assert set(counted["loop_instructions"]) >= own, "count again: python -m calmnb.one_kernel --count FILE"
     if sass.find_disassembler() and counted["nvrtc"] == ".".join(map(str, _nvrtc_version())):
         from calmnb.kernels import compile_kernel
 
