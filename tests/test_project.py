@@ -80,8 +80,9 @@ def test_wheel_carries_kernels_notebooks_and_widget_assets(tmp_path: Path) -> No
     )
     names = zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()
     for folder, pattern in (("kernels", "*.cu*"), ("notebooks", "*.ipynb")):
-        for path in (ROOT / folder).glob(pattern):
-            assert f"calmnb/_{folder}/{path.name}" in names
+        for path in (ROOT / folder).rglob(pattern):
+            assert f"calmnb/_{folder}/{path.relative_to(ROOT / folder).as_posix()}" in names
+    assert "calmnb/_kernels/one_kernel/v6_ring.cu" in names
     for path in (ROOT / "calmnb" / "widgets" / "static").iterdir():
         assert f"calmnb/widgets/static/{path.name}" in names
     assert not [name for name in names if name.endswith((".calm", ".gguf"))]
