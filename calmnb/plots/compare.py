@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from matplotlib.ticker import StrMethodFormatter
 
@@ -25,6 +25,7 @@ from calmnb.profile.compare_report import row_name
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.report import device_label
 from calmnb.profile.settings import context_span, model_name
+from calmnb.profile.waterfall import fit_streams
 from calmnb.profile.waterfall import waterfall as waterfall_table
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def compare(comparison: Comparison, *, dark: bool = False) -> CalmFigure:
     return figure
 
 
-def waterfall(session: Session, peak: PeakChoice = None, *, dark: bool = False) -> CalmFigure:
+def waterfall(
+    session: Session, peak: PeakChoice = None, *, by: Literal["stage", "cause"] = "stage", dark: bool = False
+) -> CalmFigure:
     """Draw how the least time that physics allows becomes the measured step.
 
     Parameters
@@ -88,18 +91,21 @@ def waterfall(session: Session, peak: PeakChoice = None, *, dark: bool = False) 
         With at least one decoded token.
     peak
         "user", "measured", "datasheet" or GB/s; None for the first of these that the session has.
+    by : {"stage", "cause"}
+        What the time beyond the limit is split into; see `calmnb.profile.waterfall.waterfall`.
     dark
         For dark pages.
 
     Returns
     -------
     Figure
-        First the bytes of the weights and of the KV cache at the peak; then, stage by stage, the time beyond the stage's own
-        bytes at the peak; the sum is the measured step. A bar to the left means that a cache beat the peak.
+        First the bytes of the weights and of the KV cache at the peak; then the time beyond: each stage's, or that of each
+        cause (ramp-up and tail of the kernels, reading below the peak, launch gaps ...). The sum is the measured step. A bar
+        to the left means that a cache beat the peak.
     """
     require_decode(session, "waterfall")
     theme = DARK if dark else LIGHT
-    table = waterfall_table(session, peak)
+    table = waterfall_table(session, peak, by=by)
     step_us = float(table.loc[table["part"] == "step", "time_us"].iloc[0])
     limit_us = float(table.loc[table["kind"] == "limit", "time_us"].sum())
     scale, unit = _scale(float(table["time_us"].max()))
@@ -107,11 +113,15 @@ def waterfall(session: Session, peak: PeakChoice = None, *, dark: bool = False) 
     bars = []
     for row in table.to_dict("records"):
         kind, length = str(row["kind"]), float(row["time_us"]) * scale
-        name, color = _PARTS[str(row["part"])]
+        name, color = (_CAUSES if by == "cause" else _PARTS)[str(row["part"])]
         cells = (_number(length, digits, "+" if kind == "excess" else "-"), f"{row['share_percent']:.1f}%")
         label = f"+ {name}" if kind == "excess" else name
         bars.append(_Bar(label, color, float(row["start_us"]) * scale, length, cells, is_total=kind == "total"))
-    extra = [f"peak {session.peak(peak)}", "+ stage: its time beyond its own bytes at the peak"]
+    extra = [f"peak {session.peak(peak)}"]
+    if by == "stage":
+        extra.append("+ stage: its time beyond its own bytes at the peak")
+    elif (table["part"] == "rate").any():
+        extra.append(f"each weight kernel: {fit_streams(session)}")
     if (table["share_percent"] < -0.5).any():
         extra.append("to the left: read from a cache, or the peak was read in a busy moment")
     note = caption(session, *extra, statistic="mean of the middle 60%")
@@ -130,6 +140,15 @@ _PARTS: dict[str, tuple[str, str]] = {
     "host": ("between steps", STAGE_COLORS["gap"]),
     "token": ("token to token", _STEP),
     **{str(stage): (STAGE_LABELS[stage], STAGE_COLORS[stage]) for stage in STAGES},
+}
+
+_CAUSES: dict[str, tuple[str, str]] = {
+    **_PARTS,
+    "rate": ("weights below the peak", STAGE_COLORS["matmul_ffn_up"]),
+    "ramp": ("kernels' ramp-up and tail", STAGE_COLORS["matmul_qkv"]),
+    "attention": ("attention beyond its bytes", STAGE_COLORS["attention"]),
+    "small": ("embed, sample", STAGE_COLORS["sample"]),
+    "gap": ("no kernel running", STAGE_COLORS["gap"]),
 }
 
 

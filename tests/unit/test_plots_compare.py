@@ -14,7 +14,7 @@ from calmnb.errors import ConfigError
 from calmnb.profile.compare import Comparison, compare
 from calmnb.profile.recorder import SessionRecorder
 from calmnb.profile.session import Session
-from calmnb.profile.waterfall import waterfall
+from calmnb.profile.waterfall import fit_streams, waterfall
 from tests.profile_fakes import LLAMA_1B, SMOL, noisy_recorder
 from tests.unit.test_plots import drawn, texts
 
@@ -82,6 +82,7 @@ def test_no_text_of_a_waterfall_leaves_the_page_or_covers_another(
     sessions: dict[str, Session], name: str, dark: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_page(plots.waterfall(sessions[name], dark=dark), monkeypatch)
+    check_page(plots.waterfall(sessions[name], by="cause", dark=dark), monkeypatch)
 
 
 def test_bars_lead_from_one_step_to_the_other(comparisons: dict[str, Comparison]) -> None:
@@ -151,6 +152,18 @@ def test_a_waterfall_says_which_peak_and_what_a_bar_to_the_left_means(sessions: 
     assert "peak 4800 GB/s (datasheet)" in texts(plots.waterfall(sessions["h200"], "datasheet"))
     assert "read from a cache" in texts(plots.waterfall(sessions["cached"]))
     assert "read from a cache" not in texts(plots.waterfall(sessions["fp8"]))
+
+
+def test_causes_are_named_and_the_line_behind_them_is_in_the_caption(sessions: dict[str, Session]) -> None:
+    figure = plots.waterfall(sessions["h200"], by="cause")
+    widths = [bar.get_width() for bar in bars(figure)]
+    table = waterfall(sessions["h200"], by="cause")
+    assert sorted(widths) == pytest.approx(sorted(table["time_us"]), abs=1e-6)
+    said = texts(figure)
+    for words in ("kernels' ramp-up and tail", "weights below the peak", "no kernel running"):
+        assert words in said
+    fit = fit_streams(sessions["h200"])
+    assert f"{fit.fixed_us:.2f} us + bytes at {fit.gb_per_s:.0f} GB/s" in said.replace("\n", " ")
 
 
 def test_a_waterfall_of_nothing_is_refused() -> None:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import calmnb
 from calmnb.cli import app
+from calmnb.engine.stages import stage_cost
 from calmnb.errors import ConfigError
 from calmnb.profile.compare import COMPARE_COLUMNS, MIN_STEPS, compare
 from calmnb.profile.pivot import PIVOT_KEYS, PIVOT_STATISTICS, PIVOT_VALUES
@@ -23,8 +24,8 @@ from calmnb.profile.recorder import SessionRecorder
 from calmnb.profile.session import Session
 from calmnb.profile.settings import distinguishing_labels, setting_differences
 from calmnb.profile.typical import at_mean_context, central
-from calmnb.profile.waterfall import waterfall
-from tests.profile_fakes import LLAMA_1B, SMOL, kernels_of, noisy_recorder
+from calmnb.profile.waterfall import fit_streams, waterfall
+from tests.profile_fakes import LLAMA_1B, SMOL, exact_session, kernels_of, noisy_recorder
 
 SMALL = SMOL.replace(n_layers=3)
 
@@ -327,10 +328,11 @@ def test_steps_on_a_straight_line_become_the_one_at_their_mean_context() -> None
     assert nbytes == pytest.approx(3 * flat)
 
 
+@pytest.mark.parametrize("by", ["stage", "cause"])
 @pytest.mark.parametrize("options", [{}, {"gb_per_s": {"output": 80.0}}, {"stride": 50}])
-def test_the_waterfall_sums_to_the_measured_step(options: dict[str, Any]) -> None:
+def test_the_waterfall_sums_to_the_measured_step(options: dict[str, Any], by: Any) -> None:
     recording = session(**options)
-    table = waterfall(recording).set_index("part")
+    table = waterfall(recording, by=by).set_index("part")
     parts = table[table["kind"] != "total"].drop(index="host", errors="ignore")
     assert parts["time_us"].sum() == pytest.approx(table.loc["step", "time_us"])
     assert table.loc["step", "time_us"] == pytest.approx(1e3 * recording.tokens().query("~warmup")["time_ms"].median(), rel=0.1)
@@ -349,6 +351,59 @@ def test_the_waterfall_begins_with_bytes_over_the_peak_asked_for() -> None:
 def test_a_stage_read_from_a_cache_falls_below_its_bytes() -> None:
     table = waterfall(session(gb_per_s={"output": 80.0}, fixed_s=0.0)).set_index("part")
     assert table.loc["output", "time_us"] < 0
+
+
+def streaming(fixed_us: float, gb_per_s: float, **options: Any) -> Session:
+    """Weight kernels take a fixed time and their bytes over a rate, to the last bit; attention takes ten times its bytes."""
+
+    def stage_us(stage: str) -> float:
+        nbytes = stage_cost(SMOL, stage, 1).bytes_min  # type: ignore[arg-type]
+        return 7.0 if stage == "embed" else fixed_us + nbytes / gb_per_s / 1e3
+
+    kv_us = SMOL.kv_bytes_per_token("fp16") / 10.0 / 1e3
+    return exact_session((0,), attention_us=lambda n: 10 * n * kv_us, rest_us=0, tokens=12, stage_us=stage_us, **options)
+
+
+def test_a_line_through_the_weight_kernels_gives_back_their_fixed_time_and_rate() -> None:
+    fit = fit_streams(streaming(3.0, 20.0))
+    assert (fit.fixed_us, fit.gb_per_s) == (pytest.approx(3.0, rel=1e-6), pytest.approx(20.0, rel=1e-6))
+    assert fit.kernels == 4 * SMOL.n_layers + 1
+    assert fit.residual_percent == pytest.approx(0, abs=1e-6)
+    assert str(fit).startswith("3.00 us + bytes at 20 GB/s, for each of 121 weight kernels")
+
+
+def test_each_cause_gets_the_time_that_it_costs() -> None:
+    recording = streaming(3.0, 20.0, gap_us=11.0)
+    table = waterfall(recording, 40.0, by="cause").set_index("part")["time_us"]
+    read = (
+        sum(
+            SMOL.n_layers * stage_cost(SMOL, stage, 1).bytes_min  # type: ignore[arg-type]
+            for stage in ("matmul_qkv", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down")
+        )
+        + stage_cost(SMOL, "output", 1).bytes_min
+    )
+    kv = float(recording.steps.query("not warmup")["kv_bytes"].mean())
+    row = stage_cost(SMOL, "embed", 1).bytes_min
+    assert table["ramp"] == pytest.approx(3.0 * 121)
+    assert table["rate"] == pytest.approx(read / 20e3 - read / 40e3)
+    assert table["weights"] == pytest.approx((read + row) / 40e3)
+    assert table["kv"] == pytest.approx(kv / 40e3)
+    assert table["attention"] == pytest.approx(kv / 1e3 - kv / 40e3)
+    assert table["small"] == pytest.approx(7.0 - row / 40e3)
+    assert table["gap"] == pytest.approx(11.0)
+
+
+def test_kernels_that_have_no_fixed_time_are_not_given_a_negative_one() -> None:
+    fit = fit_streams(session(gb_per_s={"output": 10.0}, fixed_s=0.0))
+    assert fit.fixed_us == 0.0
+    assert fit.gb_per_s > 0
+
+
+def test_a_session_whose_kernels_declare_no_bytes_has_no_line() -> None:
+    with pytest.raises(ConfigError, match="reads weights"):
+        fit_streams(Session(session().events.assign(bytes_min=0), session().steps, session().meta))
+    with pytest.raises(ConfigError, match="accepted are 'stage' and 'cause'"):
+        waterfall(session(), by="layer")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- pivot
