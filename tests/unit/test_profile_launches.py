@@ -71,8 +71,8 @@ def test_a_launch_becomes_occupancy_and_waves() -> None:
 def test_the_attention_of_short_contexts_is_told_from_the_long_one(no_gpu_needed: None) -> None:
     session = recorded()
     by_context = [session.select(kv_len=span).kernels().set_index("stage") for span in ((1, 20), (900, 920))]
-    short, long = (table.loc["attention", "blocks"] for table in by_context)
-    assert short < long
+    short, long = (table.loc["attention", "threads"] for table in by_context)
+    assert short < long  # threads of a block: the short form has fewer warps
     assert session.kernels()["registers"].dropna().unique().tolist() == [64]
 
 
