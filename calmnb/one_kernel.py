@@ -8,6 +8,7 @@ it is timed, and copies of the weights, larger together than any L2 cache, take 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -25,7 +26,7 @@ from calmnb.engine.cuda_device import Gpu
 from calmnb.engine.cuda_matvec import Device
 from calmnb.errors import CalmnbError, ConfigError, DeviceError, FormatError
 from calmnb.files import write_text
-from calmnb.kernels import CompiledKernel, compile_kernel, compile_text
+from calmnb.kernels import CompiledKernel, compile_all, compile_kernel, compile_text
 from calmnb.one_kernel_case import TOLERANCE, Case, open_gpu
 from calmnb.one_kernel_versions import CACHED, LAYERS, VERSIONS, Layer, Plan, Version, code, plan, specs
 from calmnb.profile.launches import MULTIPROCESSORS
@@ -57,7 +58,8 @@ COLUMNS = {
     "version": "number of the version, as in the notebook",
     "layer": "which matrix of Mistral-7B",
     "dtype": "storage of the weights: fp16, fp8 (E5M2) or gf4",
-    "memory": "DRAM: copies take turns, larger together than L2; L2: one matrix again and again, as naive benchmarks do",
+    "memory": "DRAM: copies take turns, larger together than L2; L2: one matrix that fits L2, again and again, as naive "
+    "benchmarks run; one copy: the same, but it does not fit",
     "name": "of the version",
     "idea": "what is new in it",
     "us": "microseconds a launch, median of the replays of a graph of many launches",
@@ -123,31 +125,30 @@ def measure(
 
     if repeats < 1:
         raise ConfigError(f"measure: repeats is {repeats}; it must be at least 1")
-    opened = open_gpu() if gpu is None else None
-    device_gpu = gpu if gpu is not None else opened
-    assert device_gpu is not None
-    try:
-        meta = _meta(device_gpu, repeats, peak_gb_per_s)
-        rows: list[dict[str, Any]] = []
-        jobs = [(layer, dtype, False) for layer in layers for dtype in DTYPE_BITS]
-        jobs += [(cached, dtype, True) for dtype in DTYPE_BITS] if cached else []
-        for seed, (layer, dtype, is_small) in enumerate(jobs):
-            chosen = [v for v in versions if v.dtype == dtype and (v.kind == "ring" and not v.plain if is_small else True)]
-            chosen = [v for v in chosen if device_gpu.has_pdl or not v.dependent]
-            if not chosen:
-                continue
-            case = Case(device_gpu, layer, dtype, arena_bytes, seed)
-            try:
-                for version in chosen:
-                    for memory in ("DRAM", "L2") if is_small else ("DRAM",):
-                        rows.append(_measure_row(case, version, memory, meta, repeats, arena_bytes))
-                        if progress:
-                            progress(_line(rows[-1]))
-            finally:
-                case.close()
-    finally:
-        if opened is not None:
-            opened.close()
+    if gpu is None:
+        with contextlib.closing(open_gpu()) as opened:
+            return measure(
+                opened, layers=layers, versions=versions, cached=cached, repeats=repeats, arena_bytes=arena_bytes,
+                peak_gb_per_s=peak_gb_per_s, progress=progress,
+            )  # fmt: skip
+    usable = [v for v in versions if gpu.has_pdl or not v.dependent]
+    jobs = [(layer, dtype, [v for v in usable if v.dtype == dtype], False) for layer in layers for dtype in DTYPE_BITS]
+    rings = [v for v in usable if v.kind == "ring" and not v.plain]
+    jobs += [(cached, dtype, [v for v in rings if v.dtype == dtype], True) for dtype in DTYPE_BITS] if cached else []
+    device = Device.of_arch(gpu.arch, gpu.sm_count)
+    kernels = compile_all([plan(v, layer, device).spec for layer, _, chosen, _ in jobs for v in chosen], gpu.arch)
+    meta = _meta(gpu, repeats, peak_gb_per_s)
+    rows: list[dict[str, Any]] = []
+    for seed, (layer, dtype, chosen, is_cached) in enumerate(jobs):
+        if not chosen:
+            continue
+        with contextlib.closing(Case(gpu, layer, dtype, arena_bytes, seed)) as case:
+            for version in chosen:
+                kernel = kernels[plan(version, layer, device).spec]
+                for one_copy in (False, True) if is_cached else (False,):
+                    rows.append(_measure_row(case, version, kernel, meta, repeats, arena_bytes, one_copy=one_copy))
+                    if progress:
+                        progress(_line(rows[-1]))
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     table.attrs["meta"] = meta
     return table
@@ -182,23 +183,20 @@ def try_kernel(
     """
     import pandas as pd
 
-    device = gpu
-    if device is None:
+    if gpu is None:
         try:
-            device = open_gpu()
+            opened = open_gpu()
         except DeviceError:
             p = plan(version, layer, Device.of_arch("sm_90"))
             return pd.DataFrame([_row(layer, version, "DRAM", _NO_GPU, p, compile_text(text, p.spec), [math.nan], math.nan)])
-    try:
-        meta = _meta(device, repeats, peak_gb_per_s)
-        case = Case(device, layer, version.dtype, arena_bytes, 0)
-        try:
-            table = pd.DataFrame([_measure_row(case, version, "DRAM", meta, repeats, arena_bytes, text)])
-        finally:
-            case.close()
-    finally:
-        if gpu is None:
-            device.close()
+        with contextlib.closing(opened):
+            return try_kernel(
+                text, version, layer=layer, gpu=opened, repeats=repeats, arena_bytes=arena_bytes, peak_gb_per_s=peak_gb_per_s
+            )
+    kernel = compile_text(text, plan(version, layer, Device.of_arch(gpu.arch, gpu.sm_count)).spec, gpu.arch)
+    meta = _meta(gpu, repeats, peak_gb_per_s)
+    with contextlib.closing(Case(gpu, layer, version.dtype, arena_bytes, 0)) as case:
+        table = pd.DataFrame([_measure_row(case, version, kernel, meta, repeats, arena_bytes)])
     table.attrs["meta"] = meta
     return table
 
@@ -209,12 +207,19 @@ _NO_GPU: dict[str, Any] = {
 
 
 def _measure_row(
-    case: Case, version: Version, memory: str, meta: dict[str, Any], repeats: int, arena: int, text: str | None = None
+    case: Case,
+    version: Version,
+    kernel: CompiledKernel,
+    meta: dict[str, Any],
+    repeats: int,
+    arena: int,
+    *,
+    one_copy: bool = False,
 ) -> dict[str, Any]:
     gpu, layer = case.gpu, case.layer
     p = plan(version, layer, Device.of_arch(gpu.arch, gpu.sm_count))
-    kernel = compile_kernel(p.spec, gpu.arch) if text is None else compile_text(text, p.spec, gpu.arch)
-    copies = case.copies[:1] if memory == "L2" else case.copies
+    copies = case.copies[:1] if one_copy else case.copies
+    memory = "DRAM" if not one_copy else "L2" if layer.nbytes(version.dtype) <= meta["l2_bytes"] else "one copy"
     label = f"version {version.number} ({version.name}), {layer.name} {version.dtype}"
     error = case.error(lambda: gpu.launch([case.launch(kernel, p, case.copies[0])]), label)
     rounds = max(1, round(4 * arena / (layer.nbytes(version.dtype) * len(copies))))
@@ -292,6 +297,7 @@ def _meta(gpu: Gpu, repeats: int, peak: float | None) -> dict[str, Any]:
     sheet = datasheet_peak(gpu.name)
     return {
         "device": gpu.name, "arch": gpu.arch, "sm_count": gpu.sm_count, "clock_ghz": getattr(gpu, "clock_ghz", None),
+        "l2_bytes": int(getattr(gpu, "l2_bytes", 0)),
         "measured_gb_per_s": measure_read(gpu) if peak is None else peak,
         "datasheet_gb_per_s": sheet["gb_per_s"] if sheet else None, "repeats": repeats,
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": _packages(), "saved": False,
@@ -371,10 +377,8 @@ def measured_or_saved(*, repeats: int = 25) -> pd.DataFrame:
         gpu = open_gpu()
     except DeviceError:
         return load(saved_path())
-    try:
+    with contextlib.closing(gpu):
         return measure(gpu, repeats=repeats)
-    finally:
-        gpu.close()
 
 
 def source_of(table: pd.DataFrame) -> str:

@@ -33,8 +33,12 @@ class LessonDevice(CudaDevice):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        properties = self._cupy.cuda.runtime.getDeviceProperties(self.index)
-        self.clock_ghz: float | None = (properties.get("clockRate") or 0) / 1e6 or None
+        names = self._driver.CUdevice_attribute
+        clock_khz, self.l2_bytes = (
+            int(self._check(self._driver.cuDeviceGetAttribute(name, self.index), "attributes"))
+            for name in (names.CU_DEVICE_ATTRIBUTE_CLOCK_RATE, names.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
+        )
+        self.clock_ghz: float | None = clock_khz / 1e6 or None
         self._plain: set[int] = set()
 
     def _function(self, kernel: CompiledKernel) -> Any:
