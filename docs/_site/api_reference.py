@@ -102,13 +102,15 @@ def _tree(module: str) -> ast.Module:
 
 @cache
 def _homes(module: str) -> dict[str, str]:
-    """Module that each imported name of `module` comes from, also where it is imported for type checkers alone."""
-    return {
-        alias.asname or alias.name: node.module
-        for node in ast.walk(_tree(module))
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("calmnb")
-        for alias in node.names
-    }
+    """Module that each name of `module` comes from: by its imports, also those for type checkers, or by its table ``_HOME``."""
+    found = {}
+    for node in ast.walk(_tree(module)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("calmnb"):
+            found |= {alias.asname or alias.name: node.module for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_HOME":
+            table: dict[str, str] = ast.literal_eval(node.value)
+            found |= {name: home if home.startswith("calmnb") else f"{module}.{home}" for name, home in table.items()}
+    return found
 
 
 def _definition(module: str, name: str) -> str:

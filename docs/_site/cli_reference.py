@@ -36,7 +36,7 @@ def cli_page() -> str:
     """Markdown of the whole page: one section a command with its usage, options and example."""
     found = commands()
     index = "| command | |\n|---|---|\n" + "".join(
-        f"| [`calmnb {name}`](#{name}) | {_cell(_parts(command)[0])} |\n" for name, command in found.items()
+        f"| [`{name}`](#{name}) | {_cell(_parts(command)[0])} |\n" for name, command in found.items()
     )
     return _INTRODUCTION + index + "\n" + "\n".join(_section(name, command) for name, command in found.items())
 
@@ -56,7 +56,7 @@ def _section(name: str, command: Any) -> str:
         "",
         "Example:",
         "",
-        f"```console\n$ {example}\n```",
+        f"```sh\n{example}\n```",
         "",
     ]
     return "\n".join(lines)
