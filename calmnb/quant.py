@@ -28,7 +28,13 @@ _STORAGE: dict[str, type[np.generic]] = {"fp16": np.float16, "fp8": np.uint8, "g
 
 
 def storage_dtype(dtype: str) -> np.dtype[Any]:
-    """NumPy dtype that holds weights stored as `dtype`: float16, uint8 or uint32."""
+    """NumPy dtype that holds weights stored as `dtype`: float16, uint8 or uint32.
+
+    Raises
+    ------
+    ConfigError
+        For another `dtype` than fp16, fp8 and gf4.
+    """
     if dtype not in _STORAGE:
         raise ConfigError(f"weights cannot be stored as {dtype!r}; accepted are {', '.join(_STORAGE)}")
     return np.dtype(_STORAGE[dtype])
@@ -92,6 +98,11 @@ def decode(a: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     Returns
     -------
     float32 array, shape (..., columns), freshly allocated
+
+    Raises
+    ------
+    ConfigError
+        If `a` is not stored the way `dtype` is.
     """
     if a.dtype != storage_dtype(dtype):
         raise ConfigError(f"{dtype} weights are stored as {storage_dtype(dtype)}, but the array is {a.dtype}")

@@ -44,6 +44,13 @@ TIED = frozenset({"smollm2-135m", "llama-3.2-1b"})
 def shape_config(name: str, dtype: WeightDtype = "fp16") -> ModelConfig:
     """Configuration of the shape `name` with weights stored as `dtype`.
 
+    Parameters
+    ----------
+    name
+        A key of `SHAPES`, such as "mistral-7b".
+    dtype : {"fp16", "fp8", "gf4"}
+        Storage of the matrices.
+
     Raises
     ------
     ConfigError

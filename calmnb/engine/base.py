@@ -199,6 +199,13 @@ class Engine(Protocol):
     def step(self, token: int, pos: int) -> NDArray[np.float32]:
         """Decode one token.
 
+        Parameters
+        ----------
+        token
+            Id of the token fed in, below ``config.vocab_size``.
+        pos
+            Its position, from 0; keys and values of earlier positions must be cached.
+
         Returns
         -------
         float32 array, shape (vocab_size,)
@@ -214,9 +221,26 @@ class Engine(Protocol):
     def prefill(self, tokens: Sequence[int], pos: int = 0, *, all_logits: bool = False) -> NDArray[np.float32]:
         """Feed several tokens at once, starting at `pos`.
 
+        Parameters
+        ----------
+        tokens
+            Ids, at least one.
+        pos
+            Position of the first.
+        all_logits
+            Whether to return the logits after every token, and not after the last alone.
+
         Returns
         -------
         float32 array, shape (vocab_size,), or (len(tokens), vocab_size) with `all_logits`
+            Valid until the next call.
+
+        Raises
+        ------
+        ContextError
+            If the tokens do not fit in the context and ``on_full == "stop"``.
+        PromptStopped
+            If `should_stop` said so meanwhile.
         """
         ...
 

@@ -3,11 +3,12 @@
 Three kinds of bytes are kept apart everywhere in calmnb:
 
 ``bytes_min``
-    What any implementation must move: the stage's weight matrices as stored, and the KV cache entries it has to read
-    and write. This is the number rooflines and "% of peak" use, and it matches calm's own accounting (SPEC_calm.md 4.4)
+    What any implementation must move: the stage's weight matrices as stored, and the KV cache entries it has to read.
+    This is the number rooflines and "% of peak" use, and it matches calm's own accounting (SPEC_calm.md 4.4)
     except that attention scores, which need never leave the chip, are not in it.
 ``bytes_counted``
-    What this code touches: `bytes_min` plus norm weights, biases, the router, and activations in and out.
+    What this code touches: `bytes_min` plus norm weights, biases, the router, KV cache entries written, and activations in
+    and out.
 ``bytes_measured``
     What a hardware counter saw; only profilers fill it.
 """
@@ -113,7 +114,17 @@ def visible_union(config: ModelConfig, kv_len: int, n_tokens: int) -> int:
 
 
 def kv_bytes(config: ModelConfig, kv_len: int, *, kv_dtype: str = "fp16") -> int:
-    """KV-cache bytes that decoding one token reads over all layers with `kv_len` positions cached."""
+    """KV-cache bytes that decoding one token reads over all layers.
+
+    Parameters
+    ----------
+    config
+        The model; its sliding window bounds what is read.
+    kv_len
+        Positions that the token attends to, its own included.
+    kv_dtype : {"fp16", "fp8"}
+        Cache storage.
+    """
     return config.kv_bytes_per_token(kv_dtype) * visible(config, kv_len)
 
 
@@ -128,7 +139,7 @@ def weight_bytes_per_token(config: ModelConfig) -> int:
 def step_cost(
     config: ModelConfig, kv_len: int, *, kv_dtype: str = "fp16", n_tokens: int = 1, has_bias: bool = False
 ) -> StageCost:
-    """Bytes and FLOPs of a whole step: all layers, embedding and output."""
+    """Bytes and FLOPs of a whole step: all layers, embedding and output. Parameters as for `stage_cost`."""
     total = [0, 0, 0]
     for stage, times in (
         ("embed", 1),

@@ -33,7 +33,15 @@ PeakChoice = Literal["user", "measured", "datasheet"] | float | None
 
 @dataclass(frozen=True)
 class Peak:
-    """A memory bandwidth to hold results against: GB/s (1e9 bytes), and where the number comes from."""
+    """A memory bandwidth to hold results against.
+
+    Attributes
+    ----------
+    gb_per_s : float
+        1e9 bytes a second.
+    kind : {"user", "measured", "datasheet"}
+        Where the number comes from.
+    """
 
     gb_per_s: float
     kind: str
@@ -115,6 +123,11 @@ class Session:
         -------
         Peak or None
             None if the session has no such peak.
+
+        Raises
+        ------
+        ConfigError
+            For another name, or a number that is not positive.
         """
         if isinstance(which, int | float):
             if not which > 0:
@@ -133,11 +146,29 @@ class Session:
         return peak.gb_per_s if peak else None
 
     def stages(self, phase: Phase = "decode", *, peak: PeakChoice = None) -> pd.DataFrame:
-        """One row a stage: median time in a step, spread, share, bytes, GB/s; see ``TABLE_COLUMNS["stages"]``."""
+        """One row a stage: median time in a step, spread, share, bytes, GB/s.
+
+        Parameters
+        ----------
+        phase : {"decode", "prefill"}
+            Which steps; never mixed. Warm-up steps are left out, unless there is nothing else.
+        peak
+            What ``percent_of_peak`` refers to; as for `peak`.
+
+        Returns
+        -------
+        DataFrame
+            Columns of ``TABLE_COLUMNS["stages"]`` (`calmnb.profile.tables`), stages in execution order.
+
+        Raises
+        ------
+        ConfigError
+            For a peak that is not accepted.
+        """
         return tables.stages(self.events, self.steps, phase=phase, peak=self._gb_per_s(peak))
 
     def layers(self, phase: Phase = "decode", *, peak: PeakChoice = None) -> pd.DataFrame:
-        """One row a layer and stage; see ``TABLE_COLUMNS["layers"]``."""
+        """One row a layer and stage; columns of ``TABLE_COLUMNS["layers"]``. Parameters and errors as for `stages`."""
         return tables.layers(self.events, self.steps, phase=phase, peak=self._gb_per_s(peak))
 
     def kernels(self, phase: Phase = "decode", *, peak: PeakChoice = None) -> pd.DataFrame:
@@ -145,11 +176,22 @@ class Session:
         return tables.kernels(self.events, self.steps, phase=phase, peak=self._gb_per_s(peak), meta=self.meta)
 
     def tokens(self, *, peak: PeakChoice = None) -> pd.DataFrame:
-        """One row a decoded token; see ``TABLE_COLUMNS["tokens"]``."""
+        """One row a decoded token, warm-up included and marked; columns of ``TABLE_COLUMNS["tokens"]``."""
         return tables.tokens(self.steps, peak=self._gb_per_s(peak))
 
     def kv_cost(self, *, bins: int | Literal["steps"] = 32) -> pd.DataFrame:
-        """What the KV cache costs against context; see ``TABLE_COLUMNS["kv_cost"]``."""
+        """What the KV cache costs against context.
+
+        Parameters
+        ----------
+        bins : int or "steps"
+            At most so many bins of equal numbers of steps along the context; "steps" keeps every step.
+
+        Returns
+        -------
+        DataFrame
+            Columns of ``TABLE_COLUMNS["kv_cost"]``, ascending in ``kv_len``.
+        """
         return tables.kv_cost(
             self.events,
             self.steps,
