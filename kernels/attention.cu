@@ -188,7 +188,7 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
   // Before the wait: everything but the newest row. Once the cache rolls, that row and the sinks lie anywhere: then
   // nothing is copied early.
 #pragma unroll 1
-  for (int i = 0; i < STAGES; ++i) copy_tile(i, sinks ? 0 : min(end, fresh), sinks ? -1 : fresh);
+  for (int i = 0; i < STAGES; ++i) copy_tile(i, sinks ? 0 : min(end, fresh), sinks || fresh >= end ? -1 : fresh);
 
   pdl_wait();
 

@@ -107,7 +107,15 @@ def test_agrees_with_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["fp16", "fp8"])
 @pytest.mark.parametrize("head_dim", [32, 100, 128])
-@pytest.mark.parametrize("attention", [{}, {"short_max": 0, "single": 1 << 20, "budget": 1, "min_chunk": 16}, {"short_max": 0}])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {},
+        {"short_max": 0},
+        {"short_max": 0, "single": 1 << 20, "budget": 1},  # one block, the shortest ring
+        {"short_max": 0, "blocks_per_sm": 0.05},  # few splits: the newest row stands just behind another split's end
+    ],
+)
 def test_every_length_of_a_context_that_wraps_the_ring(kv_dtype: Any, head_dim: int, attention: dict[str, Any]) -> None:
     config = BASE.replace(n_layers=1, n_heads=2, n_kv_heads=1, head_dim=head_dim, rotary_dim=32)
     weights = random_weights(config)
