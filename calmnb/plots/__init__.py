@@ -6,7 +6,8 @@ They draw the session's own tables and compute nothing a test could not check th
 from __future__ import annotations
 
 from calmnb.plots.compare import compare, waterfall
-from calmnb.plots.costs import kv_cost, latency, layers, speed_of_light
+from calmnb.plots.costs import latency, layers, speed_of_light
+from calmnb.plots.kv import kv_cost, kv_memory
 from calmnb.plots.rooflines import intensity_roofline, roofline
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 
@@ -16,6 +17,7 @@ __all__ = [
     "compare",
     "intensity_roofline",
     "kv_cost",
+    "kv_memory",
     "latency",
     "layers",
     "roofline",

@@ -1,4 +1,4 @@
-"""Where the time goes: per layer, over position, against context, and beside the physical limit."""
+"""Where the time goes: per layer, over position, and beside the physical limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _Bar = tuple[str, list[tuple[Stage, float]], float]
 
-__all__ = ["kv_cost", "latency", "layers", "speed_of_light"]
+__all__ = ["latency", "layers", "speed_of_light", "time_unit"]
 
 
 def layers(session: Session, *, dark: bool = False) -> CalmFigure:
@@ -173,74 +173,9 @@ def _line_ends(x: Any, y: Any, theme: Theme, axes: Any) -> tuple[float, float]:
     return max(0.0, float(x.min()) - margin), float(x.max()) + margin
 
 
-def kv_cost(session: Session, *, dark: bool = False) -> CalmFigure:
-    """Draw what the KV cache costs as the context grows: time measured and predicted, and bytes up to the full context.
-
-    Parameters and return value as for `layers`. The line is the cache's bytes over the bandwidth that the weights' stages
-    reached in this session: where the dots lie above it, attention reads its bytes less well than the matrices do.
-    """
-    require_decode(session, "kv_cost", declared=True)
-    theme = DARK if dark else LIGHT
-    table = session.kv_cost()
-    if not len(table):
-        raise ConfigError("plots.kv_cost: the session has no attention rows; record with an engine that reports them")
-    rate = session.nonkv_gb_per_s()
-    note = caption(session, f"prediction: KV bytes at {plain(rate)} GB/s, the weights' own rate here", "bars: 20-80% of steps")
-    figure = new_figure("What the KV cache costs as the context grows", note, theme)
-    left, right = figure.subplots(1, 2)
-    color = STAGE_COLORS["attention"]
-    unit, scale = _unit(float(table["attention_ms"].max()))
-    style_axes(left, theme, x="context, tokens", y=f"attention, all layers, {unit} per token", grid="y")
-    x, y = table["kv_len"].to_numpy(float), table["attention_ms"].to_numpy(float) * scale
-    errors = np.maximum(np.stack([y - table["p20_ms"].to_numpy(float) * scale, table["p80_ms"].to_numpy(float) * scale - y]), 0)
-    left.errorbar(x, y, yerr=errors, fmt="o", color=color, markersize=4.5, elinewidth=1, label="measured")
-    span = np.array([0.0, x.max() * 1.05])
-    slope = float((table["predicted_ms"] / table["kv_len"]).median()) * scale
-    left.plot(span, span * slope, color=theme.ink, linestyle="--", linewidth=1.4, label="predicted from bytes")
-    left.set_xlim(*span)
-    left.set_ylim(0, max(float(y.max()), float(np.median(y + errors[1])), float(span[1] * slope)) * 1.25)
-    handles, names = left.get_legend_handles_labels()
-    left.legend(handles[::-1], names[::-1], loc="upper left", frameon=False, fontsize=TICK, labelcolor=theme.ink)
-    _kv_bytes(right, session, table, theme)
-    for axes in (left, right):
-        plain_axis(axes.xaxis)
-        plain_axis(axes.yaxis)
-    return figure
-
-
-def _unit(longest_ms: float) -> tuple[str, float]:
+def time_unit(longest_ms: float) -> tuple[str, float]:
     """Unit of a time axis that reaches `longest_ms`, and how many of it a millisecond has."""
     return ("ms", 1.0) if longest_ms >= 1 else ("µs", 1e3)
-
-
-def _kv_bytes(axes: Any, session: Session, table: Any, theme: Theme) -> None:
-    """KV bytes a token reads: the exact line to the full context, the part measured so far, and the ends named."""
-    style_axes(axes, theme, x="context, tokens", y="KV cache read per token, MB", grid="y")
-    color = STAGE_COLORS["attention"]
-    reached = float(table["kv_len"].max())
-    per_token = float((table["kv_bytes"] / table["kv_len"]).max())
-    full = float(max(session.meta.get("seq_len") or 0, reached))
-    config = session.config
-    x = np.linspace(0, full, 200)
-    window = config.sliding_window if config and config.sliding_window else np.inf
-    axes.plot(x, np.minimum(x, window) * per_token / 1e6, color=theme.ink, linestyle="--", linewidth=1.4)
-    axes.scatter(table["kv_len"], table["kv_bytes"] / 1e6, s=18, color=color, zorder=3)
-    rate = session.nonkv_gb_per_s()
-    end = min(full, window) * per_token
-    lines = [f"{plain(end / 1e6)} MB at {full:,.0f} tokens"]
-    if rate == rate:
-        lines.append(f"{duration(end / rate / 1e6)} predicted")
-    decode = session.steps[session.steps["phase"] == "decode"]
-    weights = float((decode["bytes_min"] - decode["kv_bytes"]).max())
-    if weights > 0:
-        lines.append(f"{100 * end / weights:.0f}% of the weights' {plain(weights / 1e6)} MB")
-    axes.text(0.04, 0.96, "\n".join(lines), transform=axes.transAxes, ha="left", va="top", fontsize=TICK, color=theme.ink,
-              linespacing=1.35)  # fmt: skip
-    if reached < 0.55 * full:
-        at = (reached, min(reached, window) * per_token / 1e6)
-        axes.annotate("measured", at, xytext=(14, 6), textcoords="offset points", fontsize=TICK, color=color, va="center")
-    axes.set_xlim(0, full * 1.04)
-    axes.set_ylim(0, end / 1e6 * 1.3)
 
 
 def speed_of_light(
@@ -271,7 +206,7 @@ def speed_of_light(
         bars, note, title = _session_bars(what, peak)
     figure = new_figure(title, note, theme, height=1.95 + 0.72 * len(bars), key=True)
     axes = figure.subplots()
-    unit, scale = _unit(max(sum(ms for _, ms in parts) for _, parts, _ in bars))
+    unit, scale = time_unit(max(sum(ms for _, ms in parts) for _, parts, _ in bars))
     bars = [(name, [(stage, ms * scale) for stage, ms in parts], rate) for name, parts, rate in bars]
     longest = max(sum(time for _, time in parts) for _, parts, _ in bars)
     style_axes(axes, theme, x=f"time per token, {unit}", grid="x")

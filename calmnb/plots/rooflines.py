@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib.ticker import LogLocator
 
 from calmnb.engine.base import Stage
+from calmnb.errors import ConfigError
 from calmnb.plots.style import (
     DARK,
     LIGHT,
@@ -33,13 +34,15 @@ from calmnb.profile.tables import selected_steps
 if TYPE_CHECKING:
     from calmnb.profile.session import Peak, PeakChoice, Session
 
-__all__ = ["intensity_roofline", "roofline"]
+__all__ = ["cache_note", "intensity_roofline", "roofline"]
 
 _STEP = "#6b7480"
 
 
-def roofline(session: Session, peak: PeakChoice = None, *, dark: bool = False) -> CalmFigure:
-    """Draw the bandwidth that each stage and the whole step reached, against the peak lines.
+def roofline(
+    session: Session, peak: PeakChoice = None, *, by: Literal["stage", "kernel"] = "stage", dark: bool = False
+) -> CalmFigure:
+    """Draw the bandwidth that each stage or kernel and the whole step reached, against the peak lines.
 
     Parameters
     ----------
@@ -47,6 +50,8 @@ def roofline(session: Session, peak: PeakChoice = None, *, dark: bool = False) -
         With at least one decoded token.
     peak
         "user", "measured", "datasheet" or GB/s for one line; None for every peak that the session has.
+    by : {"stage", "kernel"}
+        A bar each.
     dark
         For dark pages.
 
@@ -54,14 +59,24 @@ def roofline(session: Session, peak: PeakChoice = None, *, dark: bool = False) -
     -------
     Figure
         Bars are medians, whiskers the 20th to 80th percentile of the steps. A bar beyond every peak is labelled, not
-        clipped: what it read came from a cache, or the peak was measured while other work ran.
+        clipped: what it read came from a cache, or the peak was measured while other work ran. Where a whole step's bytes
+        fit in the device's last-level cache, the caption says so: memory's peak is then no limit.
+
+    Raises
+    ------
+    ConfigError
+        If the session has no decoded token, or `by` is not accepted.
     """
+    if by not in ("stage", "kernel"):
+        raise ConfigError(f"plots.roofline: by is {by!r}; accepted are 'stage' and 'kernel'")
     require_decode(session, "roofline")
     theme = DARK if dark else LIGHT
     lines = peaks(session, peak)
-    rows = _rates(session)
-    note = caption(session, "; ".join(f"peak {line}" for line in lines) or "no peak known", "whiskers: 20-80% of steps")
-    figure = new_figure("Memory bandwidth reached, stage by stage", note, theme, height=1.9 + 0.42 * len(rows))
+    rows = _rates(session, by)
+    lined = "; ".join(f"peak {line}" for line in lines) or "no peak known"
+    note = caption(session, lined, cache_note(session), "whiskers: 20-80% of steps")
+    title = f"Memory bandwidth reached, {by} by {by}"
+    figure = new_figure(title, note, theme, height=1.9 + 0.42 * len(rows))
     axes = figure.subplots()
     style_axes(axes, theme, x="GB/s (1 GB = 10⁹ bytes that must move)", grid="x")
     top = max([line.gb_per_s for line in lines] + [row.high for row in rows])
@@ -112,22 +127,40 @@ def _number_columns(axes: Any, rows: list[_Rate], reference: Peak | None, theme:
                       fontweight="bold" if i == len(cells) - 1 else "normal")  # fmt: skip
 
 
-def _rates(session: Session) -> list[_Rate]:
+def cache_note(session: Session) -> str:
+    """What a caption says of steps that the last-level cache can hold, whole or in good part; else an empty string."""
+    device = find_device(str(session.meta.get("device", "")))
+    moved = float(selected_steps(session.steps, "decode")["bytes_min"].median())
+    if device is None or not device.l2_mb or not moved > 0:
+        return ""
+    l2 = device.l2_mb * 2**20
+    if moved <= l2:
+        return f"a step's {plain(moved / 1e6)} MB fit in the {device.l2_mb:g} MiB L2 cache: memory's peak is no limit here"
+    if moved <= 4 * l2:
+        return (
+            f"up to {100 * l2 / moved:.0f}% of a step's {plain(moved / 1e6)} MB may stay in the {device.l2_mb:g} MiB L2 cache"
+        )
+    return ""
+
+
+def _rates(session: Session, by: str = "stage") -> list[_Rate]:
     """Label, colour, median, 20th and 80th percentile GB/s, share of time; the whole step last."""
     events, chosen = session.events, selected_steps(session.steps, "decode")
     rows = events[events["step"].isin(chosen["step"]) & (events["bytes_min"] > 0)]
-    each = rows.groupby(["stage", "step"], observed=True)[["bytes_min", "exclusive_s"]].sum()
+    keys = ["stage"] if by == "stage" else ["stage", "kernel"]
+    each = rows.groupby([*keys, "step"], observed=True)[["bytes_min", "exclusive_s"]].sum()
     total = float(chosen["duration_s"].sum())
     out = []
-    for stage in each.index.get_level_values("stage").unique():
-        part = each.loc[stage]
+    for key in each.groupby(level=keys, observed=True).size().index:
+        part = each.loc[key]
         share = 100 * float(part["exclusive_s"].sum()) / total
         if float(part["bytes_min"].sum()) < 0.001 * float(chosen["bytes_min"].sum()):
             continue  # the embedding row: a few hundred bytes
         rate = part["bytes_min"] / part["exclusive_s"].where(part["exclusive_s"] > 0) / 1e9
         if rate.notna().any():
-            name: Stage = stage
-            out.append(_rate(STAGE_LABELS[name], STAGE_COLORS[name], rate, share))
+            name: Stage = key if by == "stage" else key[0]
+            label = STAGE_LABELS[name] if by == "stage" else f"{key[1]}\n({STAGE_LABELS[name]})"
+            out.append(_rate(label, STAGE_COLORS[name], rate, share))
     rate = chosen["bytes_min"] / chosen["duration_s"].where(chosen["duration_s"] > 0) / 1e9
     return [*out, _rate("whole step", _STEP, rate, 100.0)]
 
@@ -164,7 +197,8 @@ def intensity_roofline(session: Session, peak: PeakChoice = None, *, dark: bool 
     roofs = [("fp32", device.fp32_tflops)] if device else []
     if device and device.tensor_tflops:
         roofs.append(("fp16 tensor cores", device.tensor_tflops))
-    note = caption(session, "; ".join(f"peak {line}" for line in lines) or "no peak known", "area: share of time")
+    lined = "; ".join(f"peak {line}" for line in lines) or "no peak known"
+    note = caption(session, lined, cache_note(session), "area: share of time")
     figure = new_figure("Arithmetic intensity: how much work each byte brings", note, theme, height=5.2)
     axes = figure.subplots()
     style_axes(axes, theme, x="arithmetic intensity, FLOP per byte", y="achieved, GFLOP/s", grid="both")
