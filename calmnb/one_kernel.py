@@ -28,7 +28,8 @@ from calmnb.errors import CalmnbError, ConfigError, DeviceError, FormatError
 from calmnb.files import write_text
 from calmnb.kernels import CompiledKernel, compile_all, compile_kernel, compile_text
 from calmnb.one_kernel_case import TOLERANCE, Case, open_gpu
-from calmnb.one_kernel_versions import CACHED, LAYERS, VERSIONS, Layer, Plan, Version, code, plan, specs
+from calmnb.one_kernel_text import code, compare, step
+from calmnb.one_kernel_versions import CACHED, LAYERS, VERSIONS, Layer, Plan, Version, plan, specs
 from calmnb.profile.launches import MULTIPROCESSORS
 from calmnb.profile.sass import disassemble, find_disassembler, loop_instructions
 
@@ -44,12 +45,14 @@ __all__ = [
     "Plan",
     "Version",
     "code",
+    "compare",
     "load",
     "measure",
     "measured_or_saved",
     "plan",
     "save",
     "specs",
+    "step",
     "try_kernel",
 ]
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from calmnb.config import DTYPE_BITS
 from calmnb.engine.cuda_matvec import Device, default_geometry, plan_matvec
 from calmnb.errors import ConfigError
-from calmnb.kernels import CompiledKernel, KernelSpec, kernels_dir
+from calmnb.kernels import CompiledKernel, KernelSpec
 from calmnb.profile.launches import resident_blocks
 
-__all__ = ["CACHED", "LAYERS", "VERSIONS", "Layer", "Plan", "Version", "code", "plan", "specs"]
+__all__ = ["CACHED", "LAYERS", "VERSIONS", "Layer", "Plan", "Version", "plan", "specs"]
 
 Kind = Literal["rows", "resident", "ring", "product"]
 _FORMAT = {"fp16": 0, "fp8": 1, "gf4": 2}
@@ -207,36 +207,3 @@ def specs(arch: str, sm_count: int = 132) -> list[KernelSpec]:
     """Every specialisation that the lesson compiles for `arch`."""
     device = Device.of_arch(arch, sm_count)
     return list(dict.fromkeys(plan(v, layer, device).spec for layer in (*LAYERS, CACHED) for v in VERSIONS))
-
-
-#: What calmnb's own headers have of a step: file, text before the part (each sought after the one before), last line.
-_PARTS = {
-    "ring": ("matvec.cuh", ("#if !K_WIDE", "#pragma unroll\n      for (int s = 0; s < STAGES_PER_BATCH"), "\n      }\n"),
-    "dependent": ("matvec.cuh", ("auto fill = [&] {",), "pdl_wait();\n"),
-    "fp8": ("quant.cuh", ("struct Quant<FP8>", "  static DEVICE float dot"), "\n  }\n"),
-    "gf4": ("quant.cuh", ("struct Quant<GF4>", "  static DEVICE float dot"), "\n  }\n"),
-}
-
-
-def code(version: Version) -> str:
-    """The part of a version's source that is new in it, as it stands in ``kernels/``."""
-    key = ("dependent" if version.dependent else "ring") if version.kind == "product" else version.dtype
-    if key in _PARTS and not version.plain:
-        name, starts, end = _PARTS[key]
-        text = (kernels_dir() / name).read_text(encoding="utf-8")
-        at = 0
-        for start in starts:
-            at = text.index(start, at)
-        at = text.rindex("\n", 0, at) + 1 if text[at] != "#" else at
-        return f"// kernels/{name}\n" + _dedent(text[at : text.index(end, at) + len(end)])
-    text = (kernels_dir() / version.source).read_text(encoding="utf-8")
-    mark = "// --- plain gf4 ---" if version.plain else "// --- the idea ---"
-    parts = [part.split("// --- end ---")[0].rsplit("\n", 1)[0].lstrip("\n") for part in text.split(mark)[1:]]
-    return f"// kernels/{version.source}\n" + "\n// ...\n".join(_dedent(part) for part in parts)
-
-
-def _dedent(text: str) -> str:
-    """Take off the indentation that all lines share, whatever preprocessor lines do."""
-    lines = text.rstrip().split("\n")
-    margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip() and line[0] != "#"), default=0)
-    return "\n".join(line if line.startswith("#") else line[margin:] for line in lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.text import Text
 
 from calmnb import one_kernel
 from calmnb.engine.cuda_device import Launch
@@ -20,9 +22,11 @@ from calmnb.engine.cuda_matvec import Device
 from calmnb.errors import CalmnbError, CompileError, ConfigError, FormatError
 from calmnb.kernels import CompiledKernel, KernelSpec, Resources, kernels_dir
 from calmnb.one_kernel import VERSIONS, Layer, Version
+from calmnb.plots import one_kernel as figures
 from calmnb.profile import sass
 from tests.emulator import launcher
 from tests.fake_gpu import FakeGpu
+from tests.unit.test_plots import drawn
 
 EMULATOR = Path(launcher.__file__).parent
 WRAPPER = """
@@ -282,6 +286,72 @@ def test_counted_instructions_cover_every_version() -> None:
         spec = one_kernel.plan(VERSIONS[4], one_kernel.LAYERS[0], Device.of_arch("sm_90")).spec
         found = sass.loop_instructions(sass.disassemble(compile_kernel(spec, "sm_90").cubin))
         assert found == counted["loop_instructions"][str(spec)]
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A table of made-up rates, GB/s falling from 4,500 by version, of compiled plans."""
+    import pandas as pd
+
+    meta = {
+        "device": "NVIDIA H200", "arch": "sm_90", "sm_count": 132, "clock_ghz": 1.98, "l2_bytes": 1,
+        "measured_gb_per_s": 4600.0, "datasheet_gb_per_s": 4800.0, "repeats": 25,
+        "date": "2026-11-29T12:00:00+00:00", "versions": {}, "saved": True,
+    }  # fmt: skip
+    device, layer = Device.of_arch("sm_90"), one_kernel.LAYERS[0]
+    rows = []
+    for version in VERSIONS:
+        p = one_kernel.plan(version, layer, device)
+        kernel = CompiledKernel(p.spec, "sm_90", b"", Resources(64, 0, 0, 0), "", False)
+        seconds = layer.nbytes(version.dtype) / (4500 - 300 * version.number) / 1e9
+        rows.append(one_kernel._row(layer, version, "DRAM", meta, p, kernel, [seconds] * 5, 1e-4))
+    out = pd.DataFrame(rows, columns=list(one_kernel.COLUMNS))
+    out.attrs["meta"] = meta
+    return out
+
+
+def test_instructions_say_how_much_of_the_issue_slots_they_take(table: Any) -> None:
+    row = table[table["version"] == 4].iloc[0]
+    assert row["counted"] == "table"
+    weights = 28672 * 4096
+    slots = 132 * 4 * 1.98e9 * row["us"] * 1e-6  # four instructions a cycle, each for 32 lanes
+    assert row["issue_percent"] == pytest.approx(100 * row["instructions_per_weight"] * weights / 32 / slots)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("draw", [figures.version_bars, figures.version_roofline, figures.instruction_roofline])
+def test_figures_name_device_versions_and_peaks(table: Any, draw: Any, dark: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = draw(table, dark=dark)
+    assert figure._repr_png_()[:4] == b"\x89PNG"
+    text = "\n".join(found.get_text() for found in figure.findobj(Text))
+    for part in ("NVIDIA H200", "saved table", "2026-11-29", "4,600", "gate+up"):
+        assert part in text
+    if draw is figures.version_bars:
+        assert "cp.async ring  6" in text
+        assert VERSIONS[11].idea in text
+    boxes = drawn(figure, monkeypatch)
+    width = figure.get_figwidth() * 100
+    assert [name for name, box, _ in boxes if box.x0 < -1 or box.x1 > width + 1] == []
+    level = [(name, box.padded(-1.5)) for name, box, rotation in boxes if rotation in (0, 90)]
+    assert [(a, b) for (a, box), (b, other) in itertools.combinations(level, 2) if box.overlaps(other)] == []
+    with pytest.raises(ConfigError, match=r"no matrix 'nothing'.*gate\+up"):
+        draw(table, "nothing")
+
+
+def test_a_step_shows_code_numbers_and_the_prediction(table: Any) -> None:
+    shown = one_kernel.step(table, 6, predicted=4350).data
+    assert "cp_async16" in shown
+    assert "2,7" in shown.split("µs,")[1]
+    assert "(predicted: 4,350)" in shown
+    assert "not measured on this GPU" in one_kernel.step(table[table["version"] != 8], 8).data
+    with pytest.raises(ConfigError, match="0 to 13"):
+        one_kernel.step(table, 99)
+
+
+def test_predictions_stand_beside_what_was_measured(table: Any) -> None:
+    found = one_kernel.compare(table, {0: 450.0, 2: 3900.0})
+    assert list(found["version"]) == [0, 2]
+    assert list(found["off_percent"]) == [-90, 0]
 
 
 def test_an_edited_kernel_compiles_without_a_gpu() -> None:
