@@ -327,6 +327,18 @@ def measure_read(gpu: Any, *, nbytes: int = 4 << 30, repeats: int = 9) -> float:
         gpu.release(buffer)
 
 
+def measure_copy(gpu: Any, *, nbytes: int = 2 << 30, repeats: int = 9) -> float:
+    """Bandwidth of the driver's copy within the device, GB/s, bytes read and written together: the median of repeats."""
+    nbytes = min(nbytes, gpu.memory()[0] // 4)
+    buffers = [gpu.allocate(nbytes) for _ in range(2)]
+    try:
+        times = [gpu.time_call(lambda: gpu.copy(*buffers, nbytes)) for _ in range(repeats + 1)][1:]
+        return 2 * nbytes / statistics.median(times) / 1e9
+    finally:
+        for buffer in buffers:
+            gpu.release(buffer)
+
+
 def format_rows(rows: Sequence[BenchRow]) -> str:
     """Rows as a plain table.
 

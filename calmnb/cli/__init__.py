@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import sys
 
-from calmnb.cli import compare, environment, measure, models, text, tools
+from calmnb.cli import compare, environment, measure, models, text, tools, verify
 from calmnb.cli.common import app, error_console
 
 __all__ = ["app", "main"]
 
-_REGISTERED = (models, text, measure, compare, environment, tools)
+_REGISTERED = (models, text, measure, compare, environment, tools, verify)
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ COMMANDS = (
     "bandwidth",
     "nsys",
     "ncu",
+    "verify-profile",
     "perplexity",
     "download",
     "convert",

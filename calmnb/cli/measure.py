@@ -56,6 +56,9 @@ def profile(
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace (open it in Perfetto).")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the event table as CSV.")] = None,
     plots: Annotated[Path | None, typer.Option("--plots", help="Write every figure as PNG into this folder.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", help="How a GPU's kernels are timed: stamps, stamps-light, events or cupti.")
+    ] = None,
     context: Context = None,
     kv_dtype: KvDtype = "fp16",
     device: Device = "auto",
@@ -68,9 +71,11 @@ def profile(
     """
     from calmnb.demo import print_stages, write_plots
     from calmnb.profile import profile as capture
+    from calmnb.profile.capture import GPU_SOURCES
 
+    chosen = one_of("--source", source, (*GPU_SOURCES, "cpu")) if source else None
     with load_model(model, device=device, threads=threads, context=context, kv_dtype=kv_dtype) as loaded:
-        session = capture(loaded, [{"role": "user", "content": prompt}], tokens=tokens)
+        session = capture(loaded, [{"role": "user", "content": prompt}], tokens=tokens, source=chosen)
     if output:
         session.save(output)
     if trace:
@@ -83,6 +88,8 @@ def profile(
         print_json({"summary": session.summary(), "meta": session.meta, "stages": session.stages().to_dict("records")})
         return
     print_stages(session, console())
+    if session.meta.get("time_note"):
+        error_console().print(f"[dim]times by {session.meta['time_source']}: {session.meta['time_note']}[/]", highlight=False)
     written = [str(path) for path in (output, trace, csv, plots) if path]
     if written:
         error_console().print(f"[dim]wrote {', '.join(written)}[/]", highlight=False, soft_wrap=True)

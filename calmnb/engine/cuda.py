@@ -6,6 +6,7 @@ the plans, and everything that touches the GPU goes through `cuda_device`.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -399,10 +400,7 @@ class CudaEngine:
 
         `level` is that of the stamps: 0 none, 1 every block, 2 block 0 alone.
         """
-        self._enter(pos, 1)
-        self._steps.prepare("greedy", level, pos)
-        self._put(self._work["params"], np.frombuffer(bytes(sample_params(Sampling(), 1, self.config.vocab_size)), np.uint8))
-        self._put(self._work["state"], np.array(state_words(1, pos, self.seq_len), np.int32).view(np.uint8))
+        self._start_greedy(pos, level)
 
         def queue() -> None:
             for i in range(n):
@@ -411,6 +409,47 @@ class CudaEngine:
         seconds = self._gpu.time_call(queue) / n
         self._runner.discard()
         return seconds
+
+    def time_steps(self, pos: int, n: int, recorder: Recorder, *, level: int = 1) -> tuple[list[float], list[float]]:
+        """Record `n` stamped greedy steps queued back to back, each between two CUDA events: a check of the stamps.
+
+        Parameters
+        ----------
+        pos, n
+            First position, and how many.
+        recorder
+            Gets the steps.
+        level
+            Of the stamps: 1 every block, 2 block 0 alone.
+
+        Returns
+        -------
+        step_s : list of float, n
+            Seconds between the two events.
+        moving_s : list of float, n - 1
+            Part of it that went to moving the stamps, after the step's last kernel; not known of the last step.
+        """
+        self._start_greedy(pos, level)
+        gpu, pairs = self._gpu, []
+        for i in range(n):
+            before = gpu.mark()
+            self._steps.run("greedy", level, pos + i)
+            pairs.append((before, gpu.mark()))
+        gpu.wait()
+        stamps = self._steps.stamps
+        assert stamps is not None
+        edges = []
+        for i in range(n):
+            stamps.forward(recorder, "decode", pos + i, self._positions.length(pos + i))
+            edges.append(stamps.edges)
+        moving = [after.moved_before - before.last_end for before, after in itertools.pairwise(edges)]
+        return [gpu.between(before, after) for before, after in pairs], moving
+
+    def _start_greedy(self, pos: int, level: int) -> None:
+        self._enter(pos, 1)
+        self._steps.prepare("greedy", level, pos)
+        self._put(self._work["params"], np.frombuffer(bytes(sample_params(Sampling(), 1, self.config.vocab_size)), np.uint8))
+        self._put(self._work["state"], np.array(state_words(1, pos, self.seq_len), np.int32).view(np.uint8))
 
     # -- running steps ------------------------------------------------------------------------------------------------
 
@@ -487,6 +526,10 @@ class CudaEngine:
         """List the launches of a step that ends in `ending`, with or without the stamps of recorded steps."""
         level = STAMP_LEVELS.get(self._runner.source, 0) if stamped else 0
         return self._steps.program(ending, level=level, short=short)
+
+    def program_at(self, ending: Ending, pos: int) -> StepProgram:
+        """List the launches of the step at `pos`, without stamps."""
+        return self._steps.at(ending, pos)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

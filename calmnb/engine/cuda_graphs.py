@@ -140,6 +140,10 @@ class StepGraphs:
         """Queue the step at `pos`."""
         self.prepare(ending, level, pos)()
 
+    def forget(self) -> None:
+        """Capture every graph anew at its next use."""
+        self._graphs.clear()
+
     def _noted(self, graph: Callable[[], None], program: StepProgram) -> Callable[[], None]:
         stamps = self.stamps
         assert stamps is not None

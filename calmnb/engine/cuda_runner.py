@@ -31,6 +31,11 @@ class StepRunner:
         The model, for the bytes that NVTX ranges carry.
     kv_len
         Positions that a step at a position attends to.
+
+    Attributes
+    ----------
+    kv_len : callable
+        As given.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class StepRunner:
         kv_len: Callable[[int], int],
     ) -> None:
         self._gpu, self._graphs, self._kernels = gpu, graphs, kernels
-        self._config, self._kv_dtype, self._kv_len = config, kv_dtype, kv_len
+        self._config, self._kv_dtype, self.kv_len = config, kv_dtype, kv_len
         self._source: TimeSource = "stamps"
         self._events: EventSteps | None = None
         self._timed: list[EventTimes] = []
@@ -83,9 +88,9 @@ class StepRunner:
         """Queue the step at `pos`; by events, also wait for it."""
         if recorder is not None and self._source == "events":
             program = self._graphs.at(ending, pos)
-            self._timed.append(self.events.run(program, phase, pos, self._kv_len(pos)))
+            self._timed.append(self.events.run(program, phase, pos, self.kv_len(pos)))
             return
-        with nullcontext() if recorder is None else self.ranges(phase, pos, self._kv_len(pos)):
+        with nullcontext() if recorder is None else self.ranges(phase, pos, self.kv_len(pos)):
             self._graphs.run(ending, self.level(recorder), pos)
 
     def ranges(self, phase: Phase, pos: int, kv_len: int, n_tokens: int = 1) -> StepRanges:
@@ -94,7 +99,7 @@ class StepRunner:
 
     def forward(self, recorder: Recorder, phase: Phase, pos: int) -> None:
         """Hand the oldest step not yet handed over to `recorder`."""
-        kv_len = self._kv_len(pos)
+        kv_len = self.kv_len(pos)
         if self._timed:
             times = self._timed.pop(0)
             recorder.add(phase, pos, kv_len, 1, *times)

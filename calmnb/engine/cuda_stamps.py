@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from calmnb.engine.base import Kernel, Phase, Recorder
 from calmnb.engine.cuda_device import Gpu
 from calmnb.errors import DeviceError
 
-__all__ = ["STAMP_ROWS", "StampRing"]
+__all__ = ["STAMP_ROWS", "StampRing", "StepEdges"]
 
 #: Steps that the ring holds.
 STAMP_ROWS = 4096
@@ -24,6 +25,24 @@ STAMP_ROWS = 4096
 _CALIBRATION_S = 5.0
 #: A step that begins within this many seconds of the end of what came before was queued behind it: the pause is the GPU's.
 _BACK_TO_BACK_S = 20e-6
+
+
+class StepEdges(NamedTuple):
+    """What lies around a step, seconds after the first kernel of all steps.
+
+    Attributes
+    ----------
+    moved_before : float
+        When the stamps of the step before had been moved; far in the past at first.
+    last_end : float
+        When the step's last kernel ended.
+    moving : float
+        When the kernel that moves the step's stamps began its work.
+    """
+
+    moved_before: float
+    last_end: float
+    moving: float
 
 
 class StampRing:
@@ -40,9 +59,8 @@ class StampRing:
 
     Attributes
     ----------
-    edges : tuple of float
-        Of the step handed over last, seconds after the first of all steps: when the kernel that moves stamps had ended for
-        the step before (far in the past at first), and when it began for this one.
+    edges : StepEdges
+        Of the step handed over last.
 
     Notes
     -----
@@ -65,7 +83,7 @@ class StampRing:
         gpu.release(initial.ctypes.data)
         self._queued: list[Sequence[Kernel]] = []
         self._read = 0
-        self.edges = (0.0, 0.0)
+        self.edges = StepEdges(0.0, 0.0, 0.0)
         self._origin: int | None = None
         self._offset = float("inf")
         self._calibrated = -float("inf")
@@ -108,9 +126,10 @@ class StampRing:
             self._origin = int(ticks[0])
         seconds = (ticks - self._origin).astype(np.float64) * 1e-9
         times: NDArray[np.float64] = seconds[: 2 * n].reshape(n, 2)
-        self.edges = (float(seconds[-2]), float(seconds[-1]))
         first_start, last_end = float(times[:, 0].min()), float(times[:, 1].max())
-        begin = self.edges[0] if 0 <= first_start - self.edges[0] < _BACK_TO_BACK_S else first_start
+        self.edges = StepEdges(float(seconds[-2]), last_end, float(seconds[-1]))
+        pause = first_start - self.edges.moved_before
+        begin = self.edges.moved_before if 0 <= pause < _BACK_TO_BACK_S else first_start
         if now - last_end < self._offset or now - self._calibrated > _CALIBRATION_S:
             self._offset = now - last_end
             self._calibrated = now

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from calmnb.engine.base import TimeSource
 from calmnb.errors import ConfigError
 from calmnb.profile.recorder import SessionRecorder
 from calmnb.profile.session import Session
 
-__all__ = ["RecordingOverhead", "measure_recording_overhead", "profile"]
+__all__ = ["GPU_SOURCES", "RecordingOverhead", "measure_recording_overhead", "profile", "timed_by"]
+
+
+#: Time sources of `profile` on a GPU.
+GPU_SOURCES: tuple[TimeSource, ...] = ("stamps", "stamps-light", "events", "cupti")
+_NOTES: dict[TimeSource, str] = {
+    "stamps-light": "only the first block of each kernel is timed: its tail counts for the kernel after it",
+    "events": "kernels were launched one by one, so they do not overlap and a step takes longer than at full speed",
+    "cupti": "CUPTI slows a step down by 0.1 to 0.3 ms; the prompt is not in the recording",
+}
 
 
 class _Generates(Protocol):
@@ -33,6 +44,7 @@ def profile(
     warmup: int = 1,
     peak: float | None = None,
     measure_peak: bool = True,
+    source: TimeSource | None = None,
     **sampling: Any,
 ) -> Session:
     """Generate with every kernel timed, and return the recording.
@@ -52,6 +64,16 @@ def profile(
         Your own bandwidth to compare with, GB/s.
     measure_peak
         Measure the read bandwidth before and after (on a CPU about half a second each), and keep the better.
+    source
+        How kernels are timed; None for the engine's own way. On a GPU:
+
+        * "stamps" (the default): every kernel of the graph notes when it began and ended, at full speed;
+        * "stamps-light": its first block alone does, at half the cost; a kernel's tail then counts for the one after it;
+        * "events": kernels are launched one by one between CUDA events, inside NVTX ranges (domain "calmnb"). Nothing
+          overlaps, and a step takes longer than at full speed;
+        * "cupti": kernel records of NVIDIA's CUPTI (``pip install cupti-python``), decode steps only.
+
+        The work lies between ``cudaProfilerStart`` and ``cudaProfilerStop``, for outside profilers.
     **sampling
         Options of `Model.generate`; greedy unless you say otherwise.
 
@@ -62,7 +84,9 @@ def profile(
     Raises
     ------
     ConfigError
-        If an argument is out of range.
+        If an argument is out of range, or the engine has no such time source.
+    DeviceError
+        If CUPTI was asked for and cannot be used.
     """
     if tokens < 2:
         raise ConfigError(f"profile: tokens is {tokens}; it must be at least 2, since the first comes from the prompt")
@@ -71,17 +95,19 @@ def profile(
     if peak is not None and not peak > 0:
         raise ConfigError(f"profile: peak is {peak} GB/s; it must be positive")
     measures = measure_peak and peak is None
-    readings = [_read_peak(model.engine)] if measures else []
     options: dict[str, Any] = {"stop_ids": (), **sampling}
     if "sampling" not in options:
         options.setdefault("temperature", 0.0)
     shown = {key: value for key, value in options.items() if isinstance(value, str | int | float | bool | type(None))}
-    recorder = SessionRecorder(model, settings={"warmup": warmup, "tokens": tokens, **shown})
-    if peak is not None:
-        recorder.meta["peaks"]["user"] = {"gb_per_s": float(peak), "source": "given by the user"}
-    with model.generate(prompt, max_tokens=tokens, recorder=recorder, **options) as run:
-        for _ in run:
-            pass
+    with timed_by(model.engine, source) as chosen:
+        readings = [_read_peak(model.engine)] if measures else []
+        recorder = SessionRecorder(model, settings={"warmup": warmup, "tokens": tokens, **shown}, time_source=chosen)
+        if peak is not None:
+            recorder.meta["peaks"]["user"] = {"gb_per_s": float(peak), "source": "given by the user"}
+        run = _run_under_cupti if chosen == "cupti" else _run
+        with _profiler_range(model.engine):
+            run(model, prompt, recorder, {"max_tokens": tokens, **options})
+        recorder.meta |= _time_notes(model.engine, chosen)
     readings = [*readings, _read_peak(model.engine)] if measures else []
     known = [reading for reading in readings if reading is not None]
     if known:
@@ -89,6 +115,85 @@ def profile(
         rates = [round(float(reading["gb_per_s"]), 3) for reading in known]
         recorder.meta["peaks"]["measured"] = {**best, "readings_gb_per_s": rates}
     return recorder.session()
+
+
+def _run(model: _Generates, prompt: Any, recorder: SessionRecorder, options: dict[str, Any]) -> None:
+    with model.generate(prompt, recorder=recorder, **options) as run:
+        for _ in run:
+            pass
+
+
+def _run_under_cupti(model: _Generates, prompt: Any, recorder: SessionRecorder, options: dict[str, Any]) -> None:
+    """Generate unrecorded, and make records of what CUPTI saw of the tokens that a graph computed."""
+    from calmnb.profile.cupti import step_records, trace_kernels
+
+    engine = model.engine
+    with trace_kernels() as kernels:
+        engine.graphs.forget()  # CUPTI knows the nodes of graphs that it saw being made
+        with model.generate(prompt, **options) as run:
+            for _ in run:
+                pass
+            first, tokens = len(run.prompt_ids), list(run.token_ids)
+    if len(tokens) < 2:
+        raise ConfigError("profile: only one token fits in the context; use a shorter prompt")
+    for record in step_records(kernels, engine, first, len(tokens) - 1):
+        recorder.steps.append(record)
+        end = record.step_end
+        recorder.sampled(record.pos + 1, tokens[record.pos + 1 - first], end, end)
+
+
+@contextmanager
+def timed_by(engine: Any, source: TimeSource | None) -> Iterator[TimeSource]:
+    """Let `engine` time by `source` within the block; yields the source that holds there.
+
+    Raises
+    ------
+    ConfigError
+        If the engine has no such time source.
+    """
+    own: TimeSource = engine.info.time_source
+    if source is None or source == own:
+        yield own
+        return
+    if not hasattr(engine, "time_source"):
+        raise ConfigError(
+            f"source is {source!r}, but the {engine.info.engine} engine times by {own!r} alone; leave source out, or use a GPU"
+        )
+    if source not in GPU_SOURCES:
+        raise ConfigError(f"source is {source!r}; accepted are {', '.join(GPU_SOURCES)}")
+    if source == "cupti":
+        yield source
+        return
+    engine.time_source = source
+    try:
+        yield source
+    finally:
+        engine.time_source = own
+
+
+@contextmanager
+def _profiler_range(engine: Any) -> Iterator[None]:
+    """What ``nsys --capture-range=cudaProfilerApi`` and ``ncu --profile-from-start off`` see."""
+    switch = getattr(getattr(engine, "gpu", None), "profiler", None)
+    if switch is None:
+        yield
+        return
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
+
+
+def _time_notes(engine: Any, source: TimeSource) -> dict[str, Any]:
+    """What a reader must know about how times were taken, as session metadata."""
+    if source not in _NOTES:
+        return {}
+    return {
+        "serialised": source == "events",
+        "time_note": _NOTES[source],
+        **(engine.runner.describe() if source == "events" else {}),
+    }
 
 
 def _read_peak(engine: Any) -> dict[str, Any] | None:

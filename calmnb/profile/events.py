@@ -41,7 +41,7 @@ EVENT_COLUMNS: dict[str, str] = {
     "bytes_min": "bytes any implementation must move; 0 for sample and gap",
     "bytes_counted": "bytes this code touches, activations, norms and biases included",
     "flops": "floating-point operations, a multiply-add counting as two",
-    "source": "how the row was timed: stamps, events, cupti, nsys or cpu",
+    "source": "how the row was timed: stamps, stamps-light, events, cupti, nsys or cpu",
 }
 
 #: Columns of `Session.steps`, one row a step of the engine.

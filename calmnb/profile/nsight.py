@@ -170,6 +170,7 @@ def run_ncu(
     skip: int = 0,
     count: int | None = None,
     kernels: str | None = None,
+    in_range: bool = False,
     env: Mapping[str, str] | None = None,
     output: Output = print,
 ) -> str:
@@ -183,6 +184,8 @@ def run_ncu(
         Kernels to pass over, and to measure; each measured kernel runs several times, so this is slow.
     kernels
         Regular expression that names must contain.
+    in_range
+        Measure only between ``cudaProfilerStart`` and ``cudaProfilerStop`` of the program.
     env, output
         As for `run_nsys`.
 
@@ -198,6 +201,8 @@ def run_ncu(
             "--csv", "--print-units", "base", "--graph-profiling", "node", "--target-processes", "all",
             "--clock-control", "none", "--metrics", ",".join(NCU_METRICS), "--log-file", str(log),
         ]  # fmt: skip
+        if in_range:
+            options += ["--profile-from-start", "off"]
         if skip:
             options += ["--launch-skip", str(skip)]
         if count is not None:

@@ -114,6 +114,7 @@ def _notes(session: Session) -> str:
         tokens, seconds = int(prefill["n_tokens"].sum()), float(prefill["forward_s"].sum())
         parts.append(f"prompt {tokens} tokens in {seconds * 1e3:.4g} ms ({tokens / seconds:.4g} tok/s)" if seconds > 0 else "")
     parts.append(f"times by {session.meta.get('time_source', 'unknown clock')}")
+    parts.append(str(session.meta.get("time_note", "")))
     return "; ".join(part for part in parts if part)
 
 
