@@ -192,6 +192,7 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
 
   pdl_wait();
 
+  bool late = false;  // the newest row is on its way to this warp
   {
     if (sinks) {
       cp_async_wait<0>();  // the zero fills must have landed first
@@ -208,22 +209,32 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
           copy_async(to + (p < kRowPieces ? 0 : kTileBytes) + c, (p < kRowPieces ? k : v) + static_cast<long long>(fresh) * kRowBytes + c, true);
         }
         cp_async_commit();
-        cp_async_wait<0>();
+        late = true;
       }
     }
   }
   // q as fragments: row h is head h in half, row h + 8 what half leaves out. E5M2 tiles come in another order of channels
   // (four neighbours a lane), which q follows.
   __shared__ __align__(16) __half staged[16][kDim + 8];
-  for (int i = tid; i < 8 * (kDim / 2); i += kThreads) {
-    const int h = i / (kDim / 2), c = i % (kDim / 2) * 2;
-    const float2 x = h < heads && c < HEAD_DIM ? ld_f2(a.q + (head0 + h) * HEAD_DIM + c) : make_float2(0.0f, 0.0f);
+  constexpr int kPairs = 8 * (kDim / 2), kMine = (kPairs + kThreads - 1) / kThreads;
+  float2 pair[kMine];  // all loads before the first use: one round trip to L2
+#pragma unroll
+  for (int j = 0; j < kMine; ++j) {
+    const int i = tid + j * kThreads, h = i / (kDim / 2), c = i % (kDim / 2) * 2;
+    pair[j] = make_float2(0.0f, 0.0f);
+    if (h < heads && c < HEAD_DIM) pair[j] = ld_f2(a.q + (head0 + h) * HEAD_DIM + c);
+  }
+#pragma unroll
+  for (int j = 0; j < kMine; ++j) {
+    const int i = tid + j * kThreads, h = i / (kDim / 2), c = i % (kDim / 2) * 2;
     const int at = KV_FP8 ? c / 16 * 16 + c % 16 / 4 * 2 + c % 4 / 2 * 8 : c;
+    if (kPairs % kThreads != 0 && i >= kPairs) break;
     u32 high, low;
-    split_pair(x.x, x.y, high, low);
+    split_pair(pair[j].x, pair[j].y, high, low);
     *reinterpret_cast<u32*>(&staged[h][at]) = high;
     *reinterpret_cast<u32*>(&staged[h + 8][at]) = low;
   }
+  if (late) cp_async_wait<0>();
   __syncthreads();
   u32 q[kSteps][4];
 #pragma unroll
