@@ -35,9 +35,10 @@ def profile_shape(
     dtype: WeightDtype = "fp16",
     kv_dtype: KvDtype = "fp16",
     contexts: Sequence[int] = CONTEXTS,
-    tokens: int = 8,
+    tokens: int = 6,
     warmup: int = 2,
-    rounds: int = 5,
+    rounds: int = 10,
+    prompt: int = 512,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Session:
@@ -56,6 +57,8 @@ def profile_shape(
     rounds
         How often all contexts are gone through, >= 1: neighbouring runs then differ in context, and five or more let
         `calmnb.compare` see how runs scatter.
+    prompt
+        Tokens of a prompt that is fed in one go at the start of each round, >= 0; 0 for none.
     progress
         Called with a line of text before each part.
     **options
@@ -78,25 +81,27 @@ def profile_shape(
     --------
     >>> session = profile_shape("mistral-7b", dtype="fp8", contexts=(0, 4000))  # doctest: +SKIP
     """
-    if tokens <= warmup or warmup < 0 or rounds < 1 or not contexts or min(contexts) < 0:
+    if tokens <= warmup or min(warmup, prompt) < 0 or rounds < 1 or not contexts or min(contexts) < 0:
         raise ConfigError(
-            f"profile_shape: tokens {tokens}, warmup {warmup}, rounds {rounds}, contexts {list(contexts)}: "
-            "tokens > warmup >= 0, one round and one context >= 0 are needed"
+            f"profile_shape: tokens {tokens}, warmup {warmup}, rounds {rounds}, prompt {prompt}, contexts {list(contexts)}: "
+            "tokens > warmup >= 0, one round, a prompt >= 0 and one context >= 0 are needed"
         )
     from calmnb.engine.cuda import open_random_engine
 
     say = progress or (lambda line: None)
     config = shape_config(shape, dtype)
     say(f"{shape} {dtype}, {kv_dtype} KV: making random weights")
-    longest = max(contexts) + tokens + 1
+    longest = max(*contexts, prompt) + tokens + 1
     with open_random_engine(
         config, is_tied=shape in TIED, seq_len=longest, kv_dtype=kv_dtype, progress=progress, **options
     ) as engine:
-        settings = {"warmup": warmup, "tokens": tokens, "rounds": rounds, "weights": "random", "cache": "random"}
+        settings = {"warmup": warmup, "tokens": tokens, "rounds": rounds, "prompt": prompt, "weights": "random"}
         recorder = SessionRecorder(SimpleNamespace(engine=engine), model=shape, settings=settings)
         readings = [_read_rate(engine)]
         recorder.meta["graph_us"] = _graph_times(engine, contexts, tokens)
-        _record(engine, recorder, contexts, tokens, rounds, say)
+        for turn in range(-1, rounds):  # the first compiles stamped kernels and captures their graphs
+            say(f"round {turn + 1} of {rounds}" if turn >= 0 else "warming up")
+            _go_through(engine, recorder, contexts, tokens, prompt, is_kept=turn >= 0)
         readings.append(_read_rate(engine))
         recorder.meta |= _device_state(engine)
     recorder.meta["peaks"]["measured"] = {
@@ -127,18 +132,19 @@ def _graph_times(engine: Any, contexts: Sequence[int], tokens: int) -> dict[str,
     return times
 
 
-def _record(
-    engine: Any, recorder: SessionRecorder, contexts: Sequence[int], tokens: int, rounds: int, say: Callable[[str], None]
+def _go_through(
+    engine: Any, recorder: SessionRecorder, contexts: Sequence[int], tokens: int, prompt: int, *, is_kept: bool
 ) -> None:
-    for turn in range(-1, rounds):
-        say(f"round {turn + 1} of {rounds}" if turn >= 0 else "warming up")
-        for context in contexts:
-            engine.pretend_cached(context)
-            # The unrecorded round compiles stamped kernels and captures their graphs.
-            engine.recorder = recorder if turn >= 0 else _Nothing()
-            recorder.new_run()
-            for _ in engine.decode_many(1, context, tokens):
-                pass
+    """One round: the prompt, then a few tokens at each context."""
+    engine.recorder = recorder if is_kept else _Nothing()
+    if prompt:
+        recorder.new_run()
+        engine.prefill([(7 * i + 1) % engine.config.vocab_size for i in range(prompt)], 0)
+    for context in contexts:
+        engine.pretend_cached(context)
+        recorder.new_run()
+        for _ in engine.decode_many(1, context, tokens):
+            pass
     engine.recorder = None
 
 

@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--device", default="h200", help="start of the file names")
     parser.add_argument("--shapes", nargs="+", default=["llama-3.2-1b", "mistral-7b"])
     parser.add_argument("--at", nargs="+", type=int, default=list(CONTEXTS))
-    parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=10)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"contexts": arguments.at, "tokens": arguments.tokens, "rounds": arguments.rounds}
@@ -57,9 +57,9 @@ def main() -> None:
             path = session.save(arguments.out / file_name(shape, dtype, kv_dtype, device=arguments.device))
             total += path.stat().st_size
             print(f"{path.name}: {path.stat().st_size / 1e6:.2f} MB, {time.perf_counter() - started:.1f} s")
-            by_context = session.steps[~session.steps["warmup"]].groupby("pos", as_index=False)["duration_s"].median()
-            stamped = {context: 1e6 * float(by_context.loc[by_context["pos"] >= context, "duration_s"].iloc[0])
-                       for context in arguments.at}  # fmt: skip
+            steps = session.steps.query("phase == 'decode' and not warmup")
+            stamped = {c: 1e6 * float(steps.query("@c <= pos < @c + @arguments.tokens")["duration_s"].median())
+                       for c in arguments.at}  # fmt: skip
             plain = session.meta["graph_us"]
             print("  us a step, stamped / plain: " + "  ".join(
                 f"{c}: {stamped[c]:.1f}/{plain[str(c)]:.1f}" for c in arguments.at))  # fmt: skip

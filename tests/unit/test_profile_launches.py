@@ -32,7 +32,7 @@ def no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(**options: Any) -> Session:
-    options = {"contexts": (0, 900), "tokens": 4, "warmup": 1, "rounds": 2, **options}
+    options = {"contexts": (0, 900), "tokens": 4, "warmup": 1, "rounds": 2, "prompt": 0, **options}
     return profile_shape(SHAPE, dtype="fp8", gpu=StampedGpu(shape_config(SHAPE, "fp8")), **options)
 
 
@@ -90,6 +90,15 @@ def test_a_shape_is_recorded_at_its_contexts_in_turns(no_gpu_needed: None) -> No
     assert sums.to_numpy() == pytest.approx(session.steps["duration_s"].to_numpy(), rel=1e-12)
 
 
+def test_each_round_begins_with_a_prompt(no_gpu_needed: None) -> None:
+    session = recorded(prompt=40, contexts=(0,))
+    assert session.steps["phase"].tolist() == ["prefill", *["decode"] * 4] * 2
+    assert session.steps["run"].tolist() == [0, 1, 1, 1, 1, 2, 3, 3, 3, 3]
+    prompts = session.steps[session.steps["phase"] == "prefill"]
+    assert prompts["n_tokens"].tolist() == [40, 40]
+    assert (session.stages("prefill")["flops"] > 0).any()
+
+
 def test_times_are_whole_ticks_and_so_pack_well(no_gpu_needed: None, tmp_path: Path) -> None:
     session = recorded(rounds=5)
     ticks = session.events["start_s"] * 2**30
@@ -98,7 +107,9 @@ def test_times_are_whole_ticks_and_so_pack_well(no_gpu_needed: None, tmp_path: P
     assert size < 8 * len(session.events) + 10_000, "more than eight bytes a row"
 
 
-@pytest.mark.parametrize("bad", [{"tokens": 1}, {"rounds": 0}, {"contexts": ()}, {"contexts": (-1,)}, {"warmup": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"tokens": 1}, {"rounds": 0}, {"contexts": ()}, {"contexts": (-1,)}, {"warmup": -1}, {"prompt": -1}]
+)
 def test_arguments_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="tokens > warmup >= 0"):
         recorded(**bad)
@@ -123,7 +134,8 @@ def test_without_a_gpu_the_saved_recording_is_shown_and_named(
 def test_with_a_gpu_it_is_recorded_now(no_gpu_needed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "")
     said: list[str] = []
-    options: dict[str, Any] = {"contexts": (0,), "tokens": 3, "rounds": 1, "gpu": StampedGpu(shape_config(SHAPE, "fp8"))}
+    options: dict[str, Any] = {"contexts": (0,), "tokens": 3, "rounds": 1, "prompt": 0}
+    options["gpu"] = StampedGpu(shape_config(SHAPE, "fp8"))
     session = shape_session(SHAPE, "fp8", say=said.append, **options)
     assert said == ["smollm2-135m fp8, KV fp16: recorded now on Fake H200"]
     assert len(session.steps) == 3
