@@ -208,6 +208,32 @@ def test_tables_survive_their_file(gpu: EmulatedGpu, tmp_path: Path) -> None:
             assert a == b or (isinstance(a, float) and (math.isclose(a, b, rel_tol=1e-5) or math.isnan(a) == math.isnan(b)))
 
 
+def test_kernels_without_shared_memory_keep_their_l1(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    from calmnb.one_kernel_case import LessonDevice
+    from tests.unit.test_cuda_device import make_device
+
+    carveout = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    _, noting = make_device(monkeypatch)
+    device = LessonDevice()
+    assert device.l2_bytes == 232448
+    for source, expected in (("one_kernel/v0_thread_a_row.cu", -1), ("matvec_rows.cu", 100)):
+        kernel = CompiledKernel(KernelSpec("k", source), "sm_90", b"", Resources(32, 0, 0, 0), "", True)
+        device.launch([Launch(kernel, (1, 1), 32, 0, (ctypes.c_int32(1),))] * 2)
+        assert [value for name, value in noting.attributes if name == carveout][-1] == expected
+
+
+def test_without_a_gpu_the_saved_table_is_read_and_the_command_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], table: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("calmnb.one_kernel_case._cuda_problem", lambda: "CuPy sees no CUDA device")
+    monkeypatch.setattr(one_kernel, "saved_path", lambda: one_kernel.save(table, tmp_path / "h200.json"))
+    assert one_kernel.measured_or_saved().attrs["meta"]["saved"]
+    assert one_kernel.main(["--out", str(tmp_path / "never.json")]) == 1
+    assert "needs an NVIDIA GPU, but CuPy sees no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "never.json").exists()
+
+
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"rows": [[1]], "columns": ["version"], "meta": {}}')
     for name in ("x.json", "missing.json"):
