@@ -40,16 +40,20 @@ PAGES: dict[str, tuple[str, ...]] = {
         "calmnb.profile.pivot",
         "calmnb.profile.compare",
         "calmnb.profile.waterfall",
+        "calmnb.profile.kv",
         "calmnb.profile.speed_of_light",
         "calmnb.profile.bandwidth",
         "calmnb.profile.device",
         "calmnb.profile.recorder",
+        "calmnb.profile.shape",
+        "calmnb.profile.launches",
         "calmnb.profile.nsys",
         "calmnb.profile.ncu",
         "calmnb.profile.nsight",
         "calmnb.profile.attribution",
+        "calmnb.profile.palette",
     ),
-    "Benchmarks": ("calmnb.bench",),
+    "Benchmarks and lessons": ("calmnb.bench", "calmnb.one_kernel"),
     "Figures and widgets": ("calmnb.plots", "calmnb.widgets", "calmnb.magics"),
     "Engines": (
         "calmnb.engine",
@@ -88,7 +92,7 @@ def api_pages() -> dict[str, str]:
 def api_nav() -> list[dict[str, object]]:
     """Entries of the navigation, in the form of mkdocs.yml."""
     sections = [{title: [{module: _path(module)} for module in modules]} for title, modules in PAGES.items()]
-    return [{"The calmnb package": "api/index.md"}, *sections]
+    return [{"The calmnb package": "api/index.md"}, {"Columns of every table": "api/columns.md"}, *sections]
 
 
 def _path(module: str) -> str:

@@ -82,7 +82,7 @@ def _row(parameter: Any, hint: Any) -> str:
     if _is_argument(parameter):
         name = f"`{_argument_usage(parameter)}`"
     else:
-        names = ", ".join(f"`{opt}`" for opt in sorted(parameter.opts, key=len))
+        names = ", ".join(f"`{opt}`" for opt in [*sorted(parameter.opts, key=len), *parameter.secondary_opts])
         name = names if parameter.is_flag else f"{names} `{_kind(hint)}`"
     return f"| {name} | {_default(parameter)} | {_cell(getattr(parameter, 'help', '') or '')} |"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, so
 
 from api_reference import api_nav, api_pages
 from cli_reference import cli_page
+from columns_reference import columns_page
+from figures import figure_files
 
 __all__ = ["on_config", "on_files"]
 
 
+_FIGURES = "kernels/figures.md"
+_figures = cache(figure_files)
+
+
 def on_config(config: Any) -> Any:
-    """Add the reference to the navigation."""
-    config["nav"] = [
-        {title: api_nav()} if pages == "generated" else {title: pages}
-        for entry in config["nav"]
-        for title, pages in entry.items()
-    ]
+    """Add the reference to the navigation, and the figures where there are recordings."""
+    nav = []
+    for entry in config["nav"]:
+        for title, pages in entry.items():
+            if pages == "generated":
+                pages = api_nav()
+            elif isinstance(pages, list) and not _figures():
+                pages = [page for page in pages if _FIGURES not in page.values()]
+            nav.append({title: pages})
+    config["nav"] = nav
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
-    for path, text in {"cli.md": cli_page(), **api_pages()}.items():
-        files.append(File.generated(config, path, content=text))
+    pages: dict[str, str | bytes] = {"cli.md": cli_page(), "api/columns.md": columns_page(), **api_pages()}
+    for path, content in {**pages, **_figures()}.items():
+        files.append(File.generated(config, path, content=content))
     return files
