@@ -191,7 +191,9 @@ def try_kernel(
             opened = open_gpu()
         except DeviceError:
             p = plan(version, layer, Device.of_arch("sm_90"))
-            return pd.DataFrame([_row(layer, version, "DRAM", _NO_GPU, p, compile_text(text, p.spec), [math.nan], math.nan)])
+            return pd.DataFrame(
+                [_row(layer, version, "DRAM", _NO_GPU, p, compile_text(text, p.spec), [math.nan], math.nan, is_edited=True)]
+            )
         with contextlib.closing(opened):
             return try_kernel(
                 text, version, layer=layer, gpu=opened, repeats=repeats, arena_bytes=arena_bytes, peak_gb_per_s=peak_gb_per_s
@@ -199,7 +201,7 @@ def try_kernel(
     kernel = compile_text(text, plan(version, layer, Device.of_arch(gpu.arch, gpu.sm_count)).spec, gpu.arch)
     meta = _meta(gpu, repeats, peak_gb_per_s)
     with contextlib.closing(Case(gpu, layer, version.dtype, arena_bytes, 0)) as case:
-        table = pd.DataFrame([_measure_row(case, version, kernel, meta, repeats, arena_bytes)])
+        table = pd.DataFrame([_measure_row(case, version, kernel, meta, repeats, arena_bytes, is_edited=True)])
     table.attrs["meta"] = meta
     return table
 
@@ -218,6 +220,7 @@ def _measure_row(
     arena: int,
     *,
     one_copy: bool = False,
+    is_edited: bool = False,
 ) -> dict[str, Any]:
     gpu, layer = case.gpu, case.layer
     p = plan(version, layer, Device.of_arch(gpu.arch, gpu.sm_count))
@@ -231,19 +234,19 @@ def _measure_row(
     again = case.error(lambda: gpu.launch([case.launch(kernel, p, case.copies[-1])]), label + ", after timing")
     if again != error:
         raise CalmnbError(f"{label}: a second run gave another result (error {again:.3e}, first {error:.3e})")
-    return _row(layer, version, memory, meta, p, kernel, times, error)
+    return _row(layer, version, memory, meta, p, kernel, times, error, is_edited=is_edited)
 
 
 def _row(
     layer: Layer, version: Version, memory: str, meta: dict[str, Any], p: Plan, kernel: CompiledKernel, times: list[float],
-    error: float,
+    error: float, *, is_edited: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     seconds = statistics.median(times)
     nbytes = layer.nbytes(version.dtype) + 2 * layer.cols + 4 * layer.rows
     rate = nbytes / seconds / 1e9
     grid, fits = p.blocks(kernel, meta["sm_count"])
     limits = MULTIPROCESSORS.get(int(meta["arch"].removeprefix("sm_").rstrip("af")))
-    per_weight, counted = instructions_per_weight(kernel, p)
+    per_weight, counted = instructions_per_weight(kernel, p, is_edited=is_edited)
     slots = (meta["clock_ghz"] or math.nan) * 1e9 * meta["sm_count"] * 4 * 32 * seconds
     return {
         "version": version.number, "layer": layer.name, "dtype": version.dtype, "memory": memory, "name": version.name,
@@ -258,14 +261,17 @@ def _row(
     }  # fmt: skip
 
 
-def instructions_per_weight(kernel: CompiledKernel, p: Plan) -> tuple[float, str]:
-    """Instructions of the hot loop over the weights a pass takes, and where the count is from: "SASS", "table" or "-"."""
+def instructions_per_weight(kernel: CompiledKernel, p: Plan, *, is_edited: bool = False) -> tuple[float, str]:
+    """Instructions of the hot loop over the weights a pass takes, and where the count is from: "SASS", "table" or "-".
+
+    The table holds calmnb's own sources: it says nothing of an edited one.
+    """
     if find_disassembler():
         try:
             return loop_instructions(disassemble(kernel.cubin)) / p.loop_weights, "SASS"
         except DeviceError:  # a disassembler older than the compiler
             pass
-    known = _counted().get(str(p.spec)) if kernel.arch == "sm_90" else None
+    known = _counted().get(str(p.spec)) if kernel.arch == "sm_90" and not is_edited else None
     return (math.nan, "-") if known is None else (known / p.loop_weights, "table")
 
 

@@ -79,11 +79,13 @@ def step(table: pd.DataFrame, number: int, layer: str = "gate+up", *, predicted:
         return markdown(block + f"_Version {number} was not measured on this GPU: it takes dependent launch (sm_90 or later)._")
     row = rows.iloc[0]
     guess = "" if predicted is None else f" (predicted: {predicted:,.0f})"
+    count = row["instructions_per_weight"]
+    each = f"{count:.1f} instructions a weight" if count == count else "instructions not counted"
     return markdown(
         f"{block}**{number} {version.name}, {version.dtype}: {row['us']:,.1f} µs, {row['gb_per_s']:,.0f} GB/s**{guess}, "
         f"{row['percent_measured']:.0f}% of a kernel that only reads. {row['registers']} registers, "
         f"{row['occupancy_percent']:.0f}% of a multiprocessor's warps, {row['in_flight_kb']:,.0f} KiB in flight; "
-        f"{row['instructions_per_weight']:.1f} instructions a weight. Relative error {row['error']:.1e}."
+        f"{each}. Relative error {row['error']:.1e}."
     )
 
 

@@ -387,6 +387,7 @@ def test_an_edited_kernel_compiles_without_a_gpu() -> None:
     eight = one_kernel.try_kernel(text.replace("R = 4", "R = 8"), version)
     four = one_kernel.try_kernel(text, VERSIONS[4])
     assert math.isnan(eight["us"].iloc[0])
+    assert math.isnan(eight["instructions_per_weight"].iloc[0]), "the table of counts knows nothing of an edited source"
     assert eight["registers"].iloc[0] > four["registers"].iloc[0]
     with pytest.raises(CompileError, match="nonsense"):
         one_kernel.try_kernel(text.replace("R = 4", "R = nonsense"), version)
