@@ -13,6 +13,7 @@ from calmnb.engine.base import TimeSource
 from calmnb.errors import ConfigError
 from calmnb.profile.recorder import SessionRecorder
 from calmnb.profile.session import Session
+from calmnb.profile.telemetry import Telemetry
 
 __all__ = ["GPU_SOURCES", "RecordingOverhead", "measure_recording_overhead", "profile", "timed_by"]
 
@@ -45,6 +46,7 @@ def profile(
     peak: float | None = None,
     measure_peak: bool = True,
     source: TimeSource | None = None,
+    telemetry: bool = True,
     **sampling: Any,
 ) -> Session:
     """Generate with every kernel timed, and return the recording.
@@ -74,6 +76,8 @@ def profile(
         * "cupti": kernel records of NVIDIA's CUPTI (``pip install cupti-python``), decode steps only.
 
         The work lies between ``cudaProfilerStart`` and ``cudaProfilerStop``, for outside profilers.
+    telemetry
+        Sample the GPU's clocks, power and temperature meanwhile (`calmnb.profile.telemetry`), where NVML answers.
     **sampling
         Options of `Model.generate`; greedy unless you say otherwise.
 
@@ -105,8 +109,12 @@ def profile(
         if peak is not None:
             recorder.meta["peaks"]["user"] = {"gb_per_s": float(peak), "source": "given by the user"}
         run = _run_under_cupti if chosen == "cupti" else _run
-        with _profiler_range(model.engine):
+        bus_id = getattr(getattr(model.engine, "gpu", None), "pci_bus_id", None)
+        with Telemetry(bus_id if telemetry else None) as samples, _profiler_range(model.engine):
             run(model, prompt, recorder, {"max_tokens": tokens, **options})
+        if bus_id and telemetry and recorder.steps:
+            computed = sum(step.n_tokens for step in recorder.steps)
+            recorder.meta["telemetry"] = samples.to_meta(origin=recorder.steps[0].step_start, tokens=computed)
         recorder.meta |= _time_notes(model.engine, chosen)
     readings = [*readings, _read_peak(model.engine)] if measures else []
     known = [reading for reading in readings if reading is not None]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from calmnb.engine.base import Stage
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.tables import selected_steps
+from calmnb.profile.telemetry import telemetry_note
 
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
@@ -114,7 +115,7 @@ def _notes(session: Session) -> str:
         tokens, seconds = int(prefill["n_tokens"].sum()), float(prefill["forward_s"].sum())
         parts.append(f"prompt {tokens} tokens in {seconds * 1e3:.4g} ms ({tokens / seconds:.4g} tok/s)" if seconds > 0 else "")
     parts.append(f"times by {session.meta.get('time_source', 'unknown clock')}")
-    parts.append(str(session.meta.get("time_note", "")))
+    parts += [str(session.meta.get("time_note", "")), telemetry_note(session.meta)]
     return "; ".join(part for part in parts if part)
 
 

@@ -69,7 +69,8 @@ class Session:
         name what ran; ``config`` holds the fields of `ModelConfig`; ``peaks`` maps "user", "measured" and "datasheet" to
         ``{"gb_per_s": float, "source": str, ...}``; ``gpu`` and ``launches`` say what each kernel takes of a multiprocessor
         (`calmnb.profile.launches`); ``settings`` says how it was recorded; ``date`` (ISO 8601, UTC),
-        ``versions`` and ``git_revision`` say when and with what.
+        ``versions`` and ``git_revision`` say when and with what; ``time_note`` what one must know of how times were taken;
+        ``telemetry`` holds the GPU's clocks and power meanwhile (`calmnb.profile.telemetry`).
 
     Examples
     --------
@@ -282,6 +283,21 @@ class Session:
         numbers = np.searchsorted(steps["step"].to_numpy(), events["step"].to_numpy())
         kept = events.assign(step=numbers).reset_index(drop=True)
         return Session(kept, steps.assign(step=np.arange(len(steps))).reset_index(drop=True), self.meta)
+
+    def telemetry(self) -> pd.DataFrame:
+        """Clocks, power and temperature while recording, one row a sample; see `calmnb.profile.telemetry.TELEMETRY_COLUMNS`.
+
+        Without rows where nothing was sampled; ``meta["telemetry"]["problem"]`` then says why.
+        """
+        from calmnb.profile.telemetry import telemetry_table
+
+        return telemetry_table(self.meta)
+
+    def throttling(self) -> dict[str, float]:
+        """Why the GPU's clocks were held down while recording, in percent of the samples; empty if they were not."""
+        from calmnb.profile.telemetry import throttling
+
+        return throttling(self.meta)
 
     def nonkv_gb_per_s(self) -> float:
         """GB/s of the stages that read weights; what `kv_cost` predicts with."""

@@ -31,8 +31,8 @@ def chrome_trace(session: Session) -> dict[str, Any]:
     Notes
     -----
     Threads: "steps" (one slice a step), "kernels", and "kernels (overlapping)" for those that begin before their
-    predecessor ends, since slices of one thread must nest. Counters: GB/s of each step, KV bytes it reads. Gaps are
-    what is between slices, so they have none.
+    predecessor ends, since slices of one thread must nest. Counters: GB/s of each step, KV bytes it reads; power, clock,
+    temperature and throttling of the GPU, where they were sampled. Gaps are what is between slices, so they have none.
     """
     meta = session.meta
     device = str(meta.get("device", "device"))
@@ -67,9 +67,22 @@ def chrome_trace(session: Session) -> dict[str, Any]:
         out.append(_slice(title, str(row.stage), _OVERLAP if overlaps else _KERNELS, row.start_s, row.duration_s, args))
         if not overlaps:
             busy_until = row.start_s + row.duration_s
+    out += _telemetry_counters(session)
     if overlapped:
         out.insert(3, _name("thread_name", _OVERLAP, "kernels (overlapping)"))
     return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": {"summary": session.summary()}}
+
+
+def _telemetry_counters(session: Session) -> Iterator[dict[str, Any]]:
+    shown = (("power, W", "power_w", "watts"), ("SM clock, MHz", "sm_mhz", "MHz"), ("temperature, C", "temperature_c", "C"))
+    held = session.throttling()
+    for row in _rows(session.telemetry()):
+        for title, column, unit in shown:
+            value = getattr(row, column)
+            if value == value:
+                yield _counter(title, row.time_s, {unit: value})
+        if held:
+            yield _counter("throttled", row.time_s, {reason: int(reason in row.throttled.split(", ")) for reason in held})
 
 
 def _rows(frame: pd.DataFrame) -> Iterator[Any]:
