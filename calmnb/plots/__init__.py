@@ -9,6 +9,7 @@ from calmnb.plots.compare import compare, waterfall
 from calmnb.plots.costs import latency, layers, speed_of_light
 from calmnb.plots.kv import kv_cost, kv_memory
 from calmnb.plots.rooflines import intensity_roofline, roofline
+from calmnb.plots.telemetry import telemetry
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "layers",
     "roofline",
     "speed_of_light",
+    "telemetry",
     "waterfall",
 ]

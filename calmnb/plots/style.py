@@ -22,6 +22,7 @@ from calmnb.errors import ConfigError
 from calmnb.files import replacing
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.report import decode_summary, device_label
+from calmnb.profile.telemetry import throttling
 
 if TYPE_CHECKING:
     from calmnb.profile.session import Peak, PeakChoice, Session
@@ -203,7 +204,7 @@ def peaks(session: Session, peak: PeakChoice) -> list[Peak]:
 
 
 def caption(session: Session, *extra: str, statistic: str = "median") -> list[str]:
-    """The parts of every caption: model, storage, device, context, then `extra`, then how times were taken and averaged."""
+    """The parts of every caption: model, storage, device, context, `extra`, how times were taken and averaged, throttling."""
     meta, numbers = session.meta, decode_summary(session)
     parts = [str(meta.get("model", "unknown model"))]
     if meta.get("dtype"):
@@ -213,7 +214,11 @@ def caption(session: Session, *extra: str, statistic: str = "median") -> list[st
         parts.append(f"context {numbers['kv_len_first']:.0f}-{numbers['kv_len_last']:.0f}")
     parts += extra
     parts.append(f"{statistic} of {numbers['tokens']:.0f} decode steps" + (", warm-up left out" if _left_out(session) else ""))
-    return [*parts, f"times: {meta.get('time_source', 'unknown')}"]
+    parts.append(f"times: {meta.get('time_source', 'unknown')}")
+    held = throttling(meta)
+    if held:
+        parts.append("THROTTLED while recording: " + ", ".join(f"{name} ({share:.0f}%)" for name, share in held.items()))
+    return parts
 
 
 def _left_out(session: Session) -> bool:

@@ -6,6 +6,7 @@ context are too. What is recorded are whole decode steps, tokens chosen on the d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,9 @@ __all__ = ["CONTEXTS", "file_name", "profile_shape", "saved_path", "shape_sessio
 CONTEXTS = (0, 500, 1000, 2000, 4000, 8000, 16000, 32000)
 #: Where saved recordings are looked for: beside the notebook, then in the checkout.
 DATA_FOLDERS = (Path("data"), Path(__file__).resolve().parents[2] / "notebooks" / "data")
+
+_WATCHED = 4000  # power is watched at the longest context up to this one
+_WATCH_S = 1.25
 
 _TICK = 2.0**30  # ticks a second that times are rounded to: finer than the GPU's clock, and they pack well
 
@@ -68,7 +72,8 @@ def profile_shape(
     -------
     Session
         Times by stamps inside the graph. ``meta["graph_us"]`` has, for each context, microseconds of the same step
-        replayed without any recording; ``meta["launches"]`` what each kernel takes of a multiprocessor.
+        replayed without any recording; ``meta["launches"]`` what each kernel takes of a multiprocessor; ``meta["telemetry"]``
+        power and clocks of a bit more than a second of unrecorded decoding at one context, which it names.
 
     Raises
     ------
@@ -102,6 +107,8 @@ def profile_shape(
         for turn in range(-1, rounds):  # the first compiles stamped kernels and captures their graphs
             say(f"round {turn + 1} of {rounds}" if turn >= 0 else "warming up")
             _go_through(engine, recorder, contexts, tokens, prompt, is_kept=turn >= 0)
+        say("watching power and clocks")
+        recorder.meta["telemetry"] = _watch(engine, recorder, contexts)
         readings.append(_read_rate(engine))
         recorder.meta |= _device_state(engine)
     recorder.meta["peaks"]["measured"] = {
@@ -146,6 +153,23 @@ def _go_through(
         for _ in engine.decode_many(1, context, tokens):
             pass
     engine.recorder = None
+
+
+def _watch(engine: Any, recorder: SessionRecorder, contexts: Sequence[int]) -> dict[str, Any]:
+    """Power and clocks of steady decoding, long enough for the energy counter: energy per token without anything else."""
+    from calmnb.profile.telemetry import Telemetry
+
+    near = [context for context in contexts if context <= _WATCHED]
+    context = max(near) if near else min(contexts)
+    engine.pretend_cached(context)
+    room, count = min(256, engine.seq_len - context), 0
+    with Telemetry(getattr(engine.gpu, "pci_bus_id", None)) as samples:
+        began = time.perf_counter()
+        while not samples.problem and time.perf_counter() - began < _WATCH_S:
+            for _ in engine.decode_many(1, context, room):
+                count += 1
+    known = samples.to_meta(origin=recorder.steps[0].step_start, tokens=count)
+    return {**known, "context": context}
 
 
 class _Nothing:

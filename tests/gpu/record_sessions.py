@@ -1,12 +1,14 @@
 """Record the Sessions that come with calmnb: ``python -m tests.gpu.record_sessions --out notebooks/data``.
 
 Two shapes x three weight dtypes with an fp16 KV cache, and fp8 weights with an fp8 cache, each at eight contexts from 0 to
-32,000. Eight files, under 5 MB in all. Prints one line a file; needs a GPU with 24 GB or more.
+32,000: eight files, under 5 MB in all. With ``--ncu``, also one decode step of Mistral-7B fp8 (4 of its layers, 1,000
+positions) under Nsight Compute: its CSV and the session beside it. Needs a GPU with 24 GB or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from calmnb.engine.cuda_graphs import step_specs
 from calmnb.engine.cuda_program import make_plans
 from calmnb.kernels import compile_all
 from calmnb.profile.shape import CONTEXTS, file_name, profile_shape
+from calmnb.profile.telemetry import telemetry_note
 from calmnb.shapes import shape_config
 
 CELLS = (("fp16", "fp16"), ("fp8", "fp16"), ("gf4", "fp16"), ("fp8", "fp8"))
@@ -35,6 +38,22 @@ def compile_ahead(shapes: list[str], longest: int) -> int:
     return len(compile_all(specs, arch, threads=16))
 
 
+def measure_with_ncu(out: Path, device: str) -> None:
+    """One step under Nsight Compute; a failure is told and leaves the other files alone."""
+    from calmnb.profile.ncu import attach_measured
+    from calmnb.profile.ncu_step import measure_step
+
+    name = f"{device}-ncu-mistral-7b-fp8"
+    try:
+        config = shape_config("mistral-7b", "fp8")
+        session, launches, text = measure_step(config, context=1000, layers=4, name="mistral-7b", output=lambda line: None)
+        (out / f"{name}.csv").write_text(text, encoding="utf-8")
+        session.save(out / f"{name}.calmprof")
+        print(attach_measured(session, launches).to_string())
+    except Exception as error:
+        print(f"ncu: {type(error).__name__}: {error}", file=sys.stderr)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -43,6 +62,7 @@ def main() -> None:
     parser.add_argument("--at", nargs="+", type=int, default=list(CONTEXTS))
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--ncu", action="store_true", help="measure one step under Nsight Compute too")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"contexts": arguments.at, "tokens": arguments.tokens, "rounds": arguments.rounds}
@@ -63,7 +83,10 @@ def main() -> None:
             plain = session.meta["graph_us"]
             print("  us a step, stamped / plain: " + "  ".join(
                 f"{c}: {stamped[c]:.1f}/{plain[str(c)]:.1f}" for c in arguments.at))  # fmt: skip
-            print(f"  {session.summary()}", flush=True)
+            print(f"  {session.summary()}")
+            print(f"  {telemetry_note(session.meta) or session.meta['telemetry']}", flush=True)
+    if arguments.ncu:
+        measure_with_ncu(arguments.out, arguments.device)
     print(f"{total / 1e6:.2f} MB in all, {time.perf_counter() - begun:.0f} s")
 
 
