@@ -50,6 +50,8 @@ PAGES: dict[str, tuple[str, ...]] = {
         "calmnb.profile.nsys",
         "calmnb.profile.ncu",
         "calmnb.profile.nsight",
+        "calmnb.profile.cupti",
+        "calmnb.profile.verify",
         "calmnb.profile.attribution",
         "calmnb.profile.palette",
     ),
