@@ -79,8 +79,10 @@ def _caption(session: Session, known: dict[str, Any]) -> list[str]:
 
 def _shade(axes: Any, table: pd.DataFrame) -> None:
     """Colour the time around each sample that was throttled."""
-    times, held = table["time_s"].to_numpy(float), (table["throttled"] != "").to_numpy()
-    for i in held.nonzero()[0]:
+    times: list[float] = table["time_s"].tolist()
+    for i, reason in enumerate(table["throttled"]):
+        if not reason:
+            continue
         first = times[max(i - 1, 0)] / 2 + times[i] / 2
         last = times[min(i + 1, len(times) - 1)] / 2 + times[i] / 2
         axes.axvspan(first, last, color=STAGE_COLORS["attention"], alpha=0.25, linewidth=0)
