@@ -47,6 +47,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "calmnb.profile.recorder",
         "calmnb.profile.shape",
         "calmnb.profile.launches",
+        "calmnb.profile.telemetry",
         "calmnb.profile.nsys",
         "calmnb.profile.ncu",
         "calmnb.profile.nsight",

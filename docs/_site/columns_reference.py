@@ -15,6 +15,7 @@ TABLES: tuple[tuple[str, str, str, str, str], ...] = (
     ("Kernels", "`session.kernels()`", "calmnb.profile.tables", "TABLE_COLUMNS", "kernels"),
     ("Tokens", "`session.tokens()`", "calmnb.profile.tables", "TABLE_COLUMNS", "tokens"),
     ("KV cache", "`session.kv_cost()`", "calmnb.profile.tables", "TABLE_COLUMNS", "kv_cost"),
+    ("Telemetry", "`session.telemetry()`", "calmnb.profile.telemetry", "TELEMETRY_COLUMNS", ""),
     ("Where attention is felt", "`calmnb.profile.kv.kv_milestones(session)`", "calmnb.profile.kv", "MILESTONE_COLUMNS", ""),
     ("Contexts that fit", "`calmnb.profile.kv.context_limits(config, device)`", "calmnb.profile.kv", "LIMIT_COLUMNS", ""),
     (
