@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from calmnb.profile import Comparison, Session, SessionRecorder, compare, measure_bandwidth, profile, speed_of_light
     from calmnb.profile.nsys import read_nsys
     from calmnb.sampler import Sampling
-    from calmnb.widgets import ChatWidget
+    from calmnb.widgets import ChatWidget, CompareView, KernelTable, ProfileView
 
 __version__ = "0.1.0"
 
@@ -35,10 +35,13 @@ _HOME = {
     "CalmFile": "calmnb.checkpoint",
     "CalmnbError": "calmnb.errors",
     "ChatWidget": "calmnb.widgets",
+    "CompareView": "calmnb.widgets",
     "Comparison": "calmnb.profile",
     "Generation": "calmnb.generate",
+    "KernelTable": "calmnb.widgets",
     "Model": "calmnb.model",
     "ModelConfig": "calmnb.config",
+    "ProfileView": "calmnb.widgets",
     "Sampling": "calmnb.sampler",
     "Session": "calmnb.profile",
     "SessionRecorder": "calmnb.profile",
@@ -62,10 +65,13 @@ __all__ = [
     "CalmFile",
     "CalmnbError",
     "ChatWidget",
+    "CompareView",
     "Comparison",
     "Generation",
+    "KernelTable",
     "Model",
     "ModelConfig",
+    "ProfileView",
     "Sampling",
     "Session",
     "SessionRecorder",

@@ -16,9 +16,8 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anywidget
 import traitlets
 
 from calmnb.errors import BusyError, CalmnbError, ConfigError
@@ -27,9 +26,13 @@ from calmnb.widgets import bridge
 from calmnb.widgets.assets import bundle, static_text
 from calmnb.widgets.conversation import Conversation, explain
 from calmnb.widgets.downloads import export_text, make_download
+from calmnb.widgets.fallback import StaticFallback
 from calmnb.widgets.setup import check_text, checked_sampling, describe, peak_of
 from calmnb.widgets.transcript import Message, to_html
 from calmnb.widgets.worker import ModelWorker, Run, adopt, worker_for
+
+if TYPE_CHECKING:
+    from calmnb.widgets.profile_view import ProfileView
 
 __all__ = ["ChatWidget"]
 
@@ -39,7 +42,7 @@ _log = logging.getLogger("calmnb")
 FLUSH_S = 0.04
 
 
-class ChatWidget(anywidget.AnyWidget):
+class ChatWidget(StaticFallback):
     """A chat on the left, live figures of every token on the right.
 
     Parameters
@@ -84,8 +87,8 @@ class ChatWidget(anywidget.AnyWidget):
     >>> chat.ask("Why is the sky blue?")  # doctest: +SKIP
     """
 
-    _esm = bundle("format.js", "charts.js", "panels.js", "chat.js")
-    _css = static_text("chat.css")
+    _esm = bundle("format.js", "charts.js", "theme.js", "panels.js", "chat.js")
+    _css = static_text("base.css") + static_text("chat.css")
 
     info = traitlets.Dict().tag(sync=True)
     status = traitlets.Unicode("loading").tag(sync=True)
@@ -100,6 +103,7 @@ class ChatWidget(anywidget.AnyWidget):
     sampling = traitlets.Dict().tag(sync=True)
     system = traitlets.Unicode("").tag(sync=True)
     height = traitlets.Int(360).tag(sync=True)
+    profile_id = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
         self,
@@ -121,6 +125,7 @@ class ChatWidget(anywidget.AnyWidget):
         self._model: Any = None
         self._peak, self._peak_label = peak, f"{peak:.4g} GB/s (given)" if peak else ""
         self._closed = False
+        self._profile: ProfileView | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         super().__init__(system=system or "", height=height, sampling=chosen)
         self._static_id = f"calmnb-{self.model_id}"
@@ -290,6 +295,37 @@ class ChatWidget(anywidget.AnyWidget):
         """Change ``max_tokens`` or sampling options for the following answers; ConfigError if one is out of range."""
         self.sampling = checked_sampling(dict(self.sampling) | options)
 
+    def open_profile(self) -> ProfileView:
+        """Open a `ProfileView` of this conversation in the chat's place, below it; returns it.
+
+        It shows what has been recorded so far; its Refresh and Live buttons follow what comes after. Opened again, it is
+        the same view, brought up to date.
+
+        Raises
+        ------
+        BusyError
+            If the model is still loading.
+        """
+        from calmnb.widgets.profile_view import ProfileView
+
+        recorder = self._chat.recorder
+        if recorder is None:
+            raise BusyError("the chat's model is still loading; wait for it with chat.wait()")
+        if self._profile is None or not self._profile.follows(recorder):
+            self.close_profile()
+            self._profile = ProfileView(recorder)
+        else:
+            self._profile.refresh()
+        self.profile_id = str(self._profile.model_id)
+        return self._profile
+
+    def close_profile(self) -> None:
+        """Close the view that `open_profile` opened. Does nothing when there is none."""
+        self.profile_id = ""
+        if self._profile is not None:
+            self._profile.close()
+            self._profile = None
+
     def export(self, path: str | Path) -> Path:
         """Write the conversation to `path`; the suffix chooses Markdown (``.md``), ``.json`` or ``.html``.
 
@@ -319,35 +355,8 @@ class ChatWidget(anywidget.AnyWidget):
             if chat.run is not None:
                 chat.run.stop()
             self._post(lambda: None)
+            self.close_profile()
         super().close()
-
-    # ---- showing ----------------------------------------------------------------------------------------------------
-
-    def _ipython_display_(self, **kwargs: Any) -> None:
-        """Show the live widget, and below it the static view, which the live one hides as long as it is there."""
-        from IPython.display import display
-
-        found = super()._repr_mimebundle_(**kwargs)
-        live = dict(found[0] if isinstance(found, tuple) else found or {}) | {"text/plain": repr(self)}
-        display(live, raw=True)  # type: ignore[no-untyped-call]
-        display(self._static_bundle(), raw=True, display_id=self._static_id)  # type: ignore[no-untyped-call]
-
-    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        found = super()._repr_mimebundle_(**kwargs)
-        if not isinstance(found, tuple):
-            return found
-        return dict(found[0]) | self._static_bundle(), dict(found[1])
-
-    def _static_bundle(self) -> dict[str, str]:
-        return {"text/html": self.static_html(), "text/plain": repr(self)}
-
-    def _update_static(self) -> None:
-        """Refresh the static view in the notebook document, so that a saved notebook shows the conversation."""
-        from IPython.core.getipython import get_ipython
-
-        shell = get_ipython()
-        if shell is not None and hasattr(shell, "kernel"):
-            shell.display_pub.publish(self._static_bundle(), {}, transient={"display_id": self._static_id}, update=True)
 
     # ---- starting, in the model's worker ------------------------------------------------------------------------------
 
@@ -425,6 +434,7 @@ class ChatWidget(anywidget.AnyWidget):
 
     def _clear(self) -> None:
         self._chat.clear()
+        self.close_profile()
         self._post(self._publish_conversation)
         self._post(self._update_static)
 
@@ -507,14 +517,16 @@ class ChatWidget(anywidget.AnyWidget):
             self._post(lambda: self._handle(content))
 
     def _handle(self, content: dict[str, Any]) -> None:
-        actions: dict[Any, Callable[[], None]] = {
+        actions: dict[Any, Callable[[], object]] = {
             "hello": self._send_snapshot,
-            "send": lambda: self._begin(content.get("text", ""), {}) and None,
+            "send": lambda: self._begin(content.get("text", ""), {}),
             "retry": self.retry,
             "edit": lambda: self.edit(int(content["index"]) + bool(self.system), content.get("text", "")),
             "new": self._clear,
             "sampling": lambda: self.configure(**content.get("values", {})),
             "system": lambda: setattr(self, "system", str(content.get("text", ""))),
+            "profile": self.open_profile,
+            "close_profile": self.close_profile,
             "download": lambda: self._download(str(content.get("what")), content.get("view")),
         }
         action = actions.get(content.get("type"))

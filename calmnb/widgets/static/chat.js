@@ -2,12 +2,13 @@
 // Text of the model goes into the page as text nodes only.
 import { floats, micros, pieces, rate, rows, short } from "./format.js";
 import { h, setText, soon, Tip } from "./charts.js";
+import { hideStatic, watchTheme } from "./theme.js";
 import { Panels } from "./panels.js";
 
 const POINTS = 6;
 const TOKENS = 6;
 const LIMIT = 4096;
-const TRAITS = ["info", "status", "progress", "notice", "run_id", "transcript", "token_data", "summary", "points_data", "layers_data", "sampling", "system", "height"];
+const TRAITS = ["info", "status", "progress", "notice", "run_id", "transcript", "token_data", "summary", "points_data", "layers_data", "sampling", "system", "height", "profile_id"];
 
 /** What the kernel has said so far, shared by all views of one widget. */
 class Store {
@@ -131,25 +132,32 @@ const CONTROLS = [
 class View {
   constructor(store, el) {
     this.store = store;
-    this.root = h("div", { class: "calmnb-chat" });
+    this.root = h("div", { class: "calmnb calmnb-chat" });
     this.root.dataset.lmSuppressShortcuts = "true";
     this.root.addEventListener("keydown", (event) => event.stopPropagation());
     el.append(this.root);
     this.tip = new Tip(this.root);
     this.panels = new Panels(this.root, this.tip, (type, what) => this.act({ type, what }));
+    this.profile = { id: "", view: null };
     this.panelsDue = false;
     this.buildChat();
     this.layout = h("div", { class: "cn-layout" }, this.chat, this.panels.node);
-    this.root.append(this.layout);
-    this.watchTheme();
+    this.profileBox = h("section", { class: "cn-opened", role: "region", hidden: true },
+      h("div", { class: "cn-caption" }, h("span", { class: "cn-title" }, "ProfileView of this conversation"),
+        h("button", { class: "cn-mini", type: "button", onclick: () => this.act({ type: "close_profile" }) }, "close")),
+      (this.profilePlace = h("div")));
+    this.profileBox.setAttribute("aria-label", "ProfileView of this conversation");
+    this.root.append(this.layout, this.profileBox);
+    this.endTheme = watchTheme(this.root, () => this.panels.redraw());
     this.changed(new Set(TRAITS));
     this.waitForKernel();
   }
 
   destroy() {
+    this.profile.id = null;
+    this.endProfile();
     this.panels.destroy();
-    this.themeObserver.disconnect();
-    this.media.removeEventListener("change", this.onTheme);
+    this.endTheme();
     clearTimeout(this.kernelTimer);
     this.root.remove();
   }
@@ -282,8 +290,9 @@ class View {
     if (any("transcript", "token_data")) this.drawLog();
     if (any("notice")) this.drawNotice();
     if (any("sampling", "system")) this.drawSettings();
+    if (any("profile_id")) this.showProfile(store.profile_id);
     if (store.live) this.drawKernel(true);
-    this.hideStatic();
+    hideStatic(store.info.static_id);
   }
 
   stream(index, texts, tokens, figures) {
@@ -472,6 +481,31 @@ class View {
     this.tip.show(lines, event.clientX, event.clientY);
   }
 
+  /** Show another widget, the ProfileView that the kernel opened, below the chat; none if `id` is empty. */
+  async showProfile(id) {
+    if (id === this.profile.id) return;
+    const mine = { id, view: null };
+    this.endProfile();
+    this.profile = mine;
+    this.profileBox.hidden = !id;
+    if (!id) return;
+    try {
+      const manager = this.store.model.widget_manager;
+      const view = await manager.create_view(await manager.get_model(id));
+      if (this.profile !== mine) return view.remove();
+      mine.view = view;
+      this.profilePlace.replaceChildren(view.el);
+    } catch (error) {  // a saved chat whose ProfileView was not saved with it
+      console.warn("calmnb: the ProfileView cannot be shown", error);
+      if (this.profile === mine) this.profileBox.hidden = true;
+    }
+  }
+
+  endProfile() {
+    this.profile.view?.remove();
+    this.profilePlace.replaceChildren();
+  }
+
   // ---- surroundings
 
   waitForKernel() {
@@ -487,43 +521,6 @@ class View {
     if (live) clearTimeout(this.kernelTimer);
     this.drawStatus();
   }
-
-  /** The static view in the notebook is for places where this one does not run. */
-  hideStatic() {
-    const id = this.store.info.static_id;
-    if (!id) return;
-    for (const node of document.querySelectorAll(".calmnb-static")) if (node.classList.contains(id)) node.style.display = "none";
-  }
-
-  watchTheme() {
-    this.onTheme = () => this.setTheme();
-    this.themeObserver = new MutationObserver(this.onTheme);
-    const options = { attributes: true, attributeFilter: ["data-jp-theme-light", "data-jp-theme-name", "data-vscode-theme-kind", "class", "theme", "data-theme"] };
-    for (const node of [document.documentElement, document.body]) this.themeObserver.observe(node, options);
-    this.media = matchMedia("(prefers-color-scheme: dark)");
-    this.media.addEventListener("change", this.onTheme);
-    this.setTheme();
-  }
-
-  setTheme() {
-    const theme = isDark(this.root) ? "dark" : "light";
-    if (this.root.dataset.theme === theme) return;
-    this.root.dataset.theme = theme;
-    this.panels.redraw();
-  }
-}
-
-/** Whether the page is dark: by what the notebook says of its theme, else by the colour behind the widget. */
-function isDark(node) {
-  const said = document.body.dataset;
-  if (said.jpThemeLight) return said.jpThemeLight === "false";
-  if (said.vscodeThemeKind) return !said.vscodeThemeKind.includes("light");
-  if (document.documentElement.getAttribute("theme")) return document.documentElement.getAttribute("theme") === "dark";
-  for (let at = node.parentElement; at; at = at.parentElement) {
-    const [r, g, b, alpha = 1] = (getComputedStyle(at).backgroundColor.match(/[\d.]+/g) || []).map(Number);
-    if (r !== undefined && alpha > 0.5) return 0.299 * r + 0.587 * g + 0.114 * b < 128;
-  }
-  return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
 export default () => {

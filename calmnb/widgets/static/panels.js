@@ -25,6 +25,8 @@ export class Panels {
     const download = (what, text, title) =>
       h("button", { class: "cn-button", type: "button", title, onclick: () => act("download", what) }, text);
     this.downloads = [
+      h("button", { class: "cn-button", type: "button", title: "Timeline, table and roofline of every kernel of this conversation, below the chat",
+        onclick: () => act("profile") }, "Open in ProfileView"),
       download("session", "Save session", "Every step of this conversation, to open with calmnb.profile.Session.load"),
       download("csv", "CSV", "One row for each kernel of each step"),
       download("trace", "Trace", "A Chrome trace, to open in Perfetto"),
