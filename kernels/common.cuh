@@ -19,6 +19,64 @@ constexpr float ACT_SCALE = 8.0f;
 // Words of the step state (device memory): one graph serves every step because these change, not the arguments.
 enum StateWord { ST_TOKEN = 0, ST_POS = 1, ST_SLOT = 2, ST_LEN = 3 };
 
+// When a kernel ran, on the GPU's global timer. CALMNB_STAMPS=
+//   0  nothing.
+//   1  first block's start and last block's end, by integer atomics (minimum and maximum do not depend on order).
+//   2  start and end of block 0 alone.
+//   3  start of block 0, and when its pdl_wait returned: the end of the kernel before, as this one saw it. Nothing is
+//      added at a kernel's end, where all wait for the last block. Only of use where the next kernel starts early.
+//   4  as 1, the start by block 0 alone, without a barrier before the end (trial).
+//   5  as 4, the end by every eighth block (trial).
+#ifndef CALMNB_STAMPS
+#define CALMNB_STAMPS 0
+#endif
+DEVICE u64 global_timer() {
+  u64 t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
+  return t;
+}
+DEVICE bool is_first_block() { return (blockIdx.x | blockIdx.y) == 0; }
+#if CALMNB_STAMPS == 3
+struct StampPlace {
+  u64* at;
+  u64 begun;
+};
+DEVICE StampPlace& stamp_place() {  // read by the thread that wrote it
+  __shared__ StampPlace place;
+  return place;
+}
+#endif
+DEVICE void stamp_start(u64* stamp, u64& begun) {
+#if CALMNB_STAMPS == 3
+  if (is_first_block() && threadIdx.x == 0) stamp_place() = {stamp, global_timer()};
+#elif CALMNB_STAMPS
+  if (CALMNB_STAMPS == 1 || CALMNB_STAMPS >= 4 || is_first_block()) begun = global_timer();
+#endif
+}
+// Call by all threads of the block. The start is written here too: the slots were reset by an earlier kernel, so
+// they may be touched only after pdl_wait.
+DEVICE void stamp_end(u64* stamp, u64 begun) {
+#if CALMNB_STAMPS == 1
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicMin(&stamp[0], begun);
+    atomicMax(&stamp[1], global_timer());
+  }
+#elif CALMNB_STAMPS == 2
+  if (!is_first_block()) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    stamp[0] = begun;
+    stamp[1] = global_timer();
+  }
+#elif CALMNB_STAMPS >= 4
+  if (threadIdx.x == 0) {
+    if (is_first_block()) stamp[0] = begun;
+    if (CALMNB_STAMPS == 4 || blockIdx.x % 8 == 0 || blockIdx.x == gridDim.x - 1) atomicMax(&stamp[1], global_timer());
+  }
+#endif
+}
+
 // Programmatic dependent launch (sm_90+). pdl_trigger lets the next kernel's blocks start; pdl_wait returns once
 // every earlier kernel has finished and its writes are visible. Without the launch attribute both do nothing.
 DEVICE void pdl_trigger() {
@@ -29,6 +87,12 @@ DEVICE void pdl_trigger() {
 DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#if CALMNB_STAMPS == 3
+  if (is_first_block() && threadIdx.x == 0) {
+    stamp_place().at[0] = stamp_place().begun;
+    stamp_place().at[1] = global_timer();
+  }
 #endif
 }
 
@@ -76,38 +140,4 @@ DEVICE uint4 lds_v4(u32 addr) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
   return v;
-}
-
-// When a kernel ran, on the GPU's global timer. CALMNB_STAMPS=1: first block's start and last block's end, by integer
-// atomics (minimum and maximum do not depend on order); 2: block 0 alone, which costs half; 0: nothing.
-#ifndef CALMNB_STAMPS
-#define CALMNB_STAMPS 0
-#endif
-DEVICE u64 global_timer() {
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
-  return t;
-}
-DEVICE bool is_stamping_block() { return CALMNB_STAMPS == 1 || (CALMNB_STAMPS == 2 && (blockIdx.x | blockIdx.y) == 0); }
-DEVICE void stamp_start(u64* stamp, u64& begun) {
-#if CALMNB_STAMPS
-  if (is_stamping_block()) begun = global_timer();
-#endif
-}
-// Call by all threads of the block. The start is written here too: the slots were reset by an earlier kernel, so
-// they may be touched only after pdl_wait.
-DEVICE void stamp_end(u64* stamp, u64 begun) {
-#if CALMNB_STAMPS
-  if (!is_stamping_block()) return;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-#if CALMNB_STAMPS == 2
-    stamp[0] = begun;
-    stamp[1] = global_timer();
-#else
-    atomicMin(&stamp[0], begun);
-    atomicMax(&stamp[1], global_timer());
-#endif
-  }
-#endif
 }

@@ -151,7 +151,7 @@ class EventSteps:
     def __init__(self, gpu: Gpu, kernels: KernelSet, config: ModelConfig, kv_dtype: str) -> None:
         self._gpu = gpu
         self._config, self._kv_dtype = config, kv_dtype
-        self._hold_kernel = kernels(KernelSpec("hold", "cache.cu"))
+        self._hold_kernel, self._stay_kernel = (kernels(KernelSpec(name, "cache.cu")) for name in ("hold", "stay"))
         self._flag = gpu.pinned(64).view(np.uint32)
         self._ticket = 0
         self._alone: dict[int, tuple[StepProgram, tuple[Launch, ...]]] = {}
@@ -180,11 +180,32 @@ class EventSteps:
         ends = starts + np.maximum(times - self.pair_s, 0.0)
         return EventTimes(program.kernels, starts, ends, began, float(ends.max()))
 
-    def time_pairs(self, n: int, launch: Launch | None = None) -> list[float]:
-        """Seconds between two events, `n` times, with nothing between them or one launch."""
+    def time_pairs(self, n: int) -> list[float]:
+        """Seconds between two events with nothing between them, `n` times."""
+        return self._paired([None] * n)
+
+    def time_stays(self, n: int, ns: int, blocks: int = 1) -> tuple[list[float], list[float]]:
+        """Time a kernel that stays about `ns` nanoseconds, `n` times: by pairs of events, and by its own stamps; seconds."""
+        gpu = self._gpu
+        slots, staged = gpu.allocate(16 * n), gpu.pinned(16 * n)
+        try:
+            staged.view(np.uint64)[0::2] = np.iinfo(np.uint64).max
+            gpu.to_device(slots, staged)
+            arguments = [(ctypes.c_uint64(ns), ctypes.c_uint64(slots + 16 * i)) for i in range(n)]
+            launches = [Launch(self._stay_kernel, (blocks, 1), 256, 0, args, dependent=False) for args in arguments]
+            pairs = self._paired(launches)
+            gpu.to_host(staged, slots)
+            gpu.wait()
+            stamps = staged.view(np.uint64).reshape(n, 2)
+            return pairs, [float(seconds) for seconds in (stamps[:, 1] - stamps[:, 0]) * 1e-9]
+        finally:
+            gpu.release(slots)
+            gpu.release(staged.ctypes.data)
+
+    def _paired(self, launches: Sequence[Launch | None]) -> list[float]:
         self._hold()
         pairs = []
-        for _ in range(n):
+        for launch in launches:
             before = self._gpu.mark()
             if launch is not None:
                 self._gpu.launch([launch])
@@ -192,11 +213,6 @@ class EventSteps:
         self._let_go()
         self._gpu.wait()
         return [self._gpu.between(before, after) for before, after in pairs]
-
-    def idle_launch(self, hold_ns: int = 0) -> Launch:
-        """A kernel of one block that stays `hold_ns` and does nothing: what a launch alone costs."""
-        args = (ctypes.c_uint64(self._flag.ctypes.data), ctypes.c_uint32(self._ticket + 1000), ctypes.c_uint64(hold_ns))
-        return Launch(self._hold_kernel, (1, 1), 32, 0, args, dependent=False)
 
     def _launches(self, program: StepProgram) -> Sequence[Launch]:
         """The program's launches without dependence on each other; the one that moves stamps, which has no row, left out."""

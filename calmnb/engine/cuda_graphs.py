@@ -11,7 +11,10 @@ from calmnb.engine.cuda_program import Ending, Plans, StepProgram, build_program
 from calmnb.engine.cuda_stamps import StampRing
 from calmnb.kernels import CompiledKernel, KernelSpec, compile_all
 
-__all__ = ["KernelSet", "StepGraphs", "step_specs"]
+__all__ = ["HANDED_OVER", "KernelSet", "StepGraphs", "step_specs"]
+
+#: Level of the stamps (``CALMNB_STAMPS``) at which a kernel notes the end of the one before it.
+HANDED_OVER = 3
 
 
 class KernelSet:
@@ -133,7 +136,7 @@ class StepGraphs:
             program = self.program(ending, level=level, short=key[2])
             launches = program.launches if self.overlap else [replace(one, dependent=False) for one in program.launches]
             graph = self._gpu.capture(launches)
-            self._graphs[key] = self._noted(graph, program) if level else graph
+            self._graphs[key] = self._noted(graph, program, level) if level else graph
         return self._graphs[key]
 
     def run(self, ending: Ending, level: int, pos: int) -> None:
@@ -144,12 +147,12 @@ class StepGraphs:
         """Capture every graph anew at its next use."""
         self._graphs.clear()
 
-    def _noted(self, graph: Callable[[], None], program: StepProgram) -> Callable[[], None]:
+    def _noted(self, graph: Callable[[], None], program: StepProgram, level: int) -> Callable[[], None]:
         stamps = self.stamps
         assert stamps is not None
 
         def run() -> None:
-            stamps.begin(program.kernels)
+            stamps.begin(program.kernels, handed_over=level == HANDED_OVER)
             graph()
 
         return run

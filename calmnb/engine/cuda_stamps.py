@@ -81,7 +81,7 @@ class StampRing:
         gpu.to_device(self._stamps, initial)
         gpu.wait()
         gpu.release(initial.ctypes.data)
-        self._queued: list[Sequence[Kernel]] = []
+        self._queued: list[tuple[Sequence[Kernel], bool]] = []
         self._read = 0
         self.edges = StepEdges(0.0, 0.0, 0.0)
         self._origin: int | None = None
@@ -98,9 +98,13 @@ class StampRing:
             "stamp_stride": self._stride,
         }
 
-    def begin(self, kernels: Sequence[Kernel]) -> None:
-        """Note that a step with these kernels is about to be queued."""
-        self._queued.append(kernels)
+    def begin(self, kernels: Sequence[Kernel], *, handed_over: bool = False) -> None:
+        """Note that a step with these kernels is about to be queued.
+
+        With `handed_over`, a kernel's second stamp is the end of the one before it, as it saw it: the time at which its wait
+        for that returned. The step's last kernel ends when the one that moves the stamps sees it end.
+        """
+        self._queued.append((kernels, handed_over))
 
     def skip(self) -> None:
         """Pass over the steps that were queued but that nobody will ask for."""
@@ -109,7 +113,7 @@ class StampRing:
 
     def forward(self, recorder: Recorder, phase: Phase, pos: int, kv_len: int, *, timeout_s: float = 2.0) -> None:
         """Hand the oldest unread step to `recorder`, waiting for it if it is still on its way."""
-        kernels = self._queued.pop(0)
+        kernels, handed_over = self._queued.pop(0)
         n = len(kernels)
         serial = self._read
         self._read += 1
@@ -126,6 +130,8 @@ class StampRing:
             self._origin = int(ticks[0])
         seconds = (ticks - self._origin).astype(np.float64) * 1e-9
         times: NDArray[np.float64] = seconds[: 2 * n].reshape(n, 2)
+        if handed_over:
+            times[:, 1] = np.append(times[1:, 1], seconds[-1])
         first_start, last_end = float(times[:, 0].min()), float(times[:, 1].max())
         self.edges = StepEdges(float(seconds[-2]), last_end, float(seconds[-1]))
         pause = first_start - self.edges.moved_before

@@ -42,6 +42,8 @@ def cupti_problem() -> str:
         from cupti import cupti
 
         cupti.get_version()
+    except ModuleNotFoundError as error:  # cupti-python imports more than kernel records need
+        return f"cupti-python lacks a package that it needs, {error.name}; pip install --upgrade cupti-python pyelftools"
     except Exception as error:  # a missing or mismatched libcupti shows up as any of several errors
         return f"cupti-python cannot be used ({type(error).__name__}: {error}); it must fit the driver's CUDA version"
     return ""

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from calmnb.engine.cuda import open_random_engine
 from calmnb.shapes import TIED, shape_config
 
@@ -30,11 +32,17 @@ def main() -> None:
     config = shape_config("llama-3.2-1b", "fp8").replace(n_layers=3)
     with open_random_engine(config, is_tied=True, seq_len=256) as engine:
         engine.pretend_cached(100)
-        for name, part in (("event pairs", event_pairs), ("cupti", cupti_records), ("nvml", nvml)):
+        for name, part in (
+            ("event pairs", event_pairs),
+            ("cupti", cupti_records),
+            ("nvml", nvml),
+            ("handed over", handed_over),
+        ):
             guarded(name, lambda part=part: part(engine))  # type: ignore[misc]
     for text in arguments.shapes:
         shape, dtype = text.split(":")
         parts.append((f"fidelity {text}", lambda shape=shape, dtype=dtype: fidelity(shape, dtype, arguments.out)))  # type: ignore[misc]
+    parts.append(("stamp costs", lambda: stamp_costs(None)))
     if not arguments.no_ncu:
         parts.append(("ncu", ncu))
     for name, part in parts:
@@ -52,15 +60,48 @@ def guarded(name: str, part: Callable[[], None]) -> None:
 
 
 def event_pairs(engine: Any) -> None:
+    from calmnb.profile.cupti import cupti_problem, trace_kernels
+
+    def us(times: Any) -> str:
+        return f"{1e6 * statistics.median(times):.3f}"
+
     events = engine.runner.events
-    for title, launch in (
-        ("nothing", None),
-        ("a kernel that ends at once", events.idle_launch(0)),
-        ("a kernel that stays 5 us", events.idle_launch(5_000)),
-        ("a kernel that stays 20 us", events.idle_launch(20_000)),
-    ):
-        times = sorted(1e6 * t for _ in range(3) for t in events.time_pairs(60, launch))
-        print(f"{title}: min {times[0]:.3f} median {statistics.median(times):.3f} p90 {times[len(times) * 9 // 10]:.3f} us")
+    times = sorted(1e6 * t for _ in range(3) for t in events.time_pairs(60))
+    print(f"nothing: min {times[0]:.3f} median {statistics.median(times):.3f} us")
+    for blocks in (1, engine.gpu.sm_count, 2 * engine.gpu.sm_count):
+        for ns in (0, 5_000, 20_000):
+            pairs, own = events.time_stays(60, ns, blocks)
+            over = sorted(1e6 * (a - b) for a, b in zip(pairs, own, strict=True))
+            where = f"stay {ns} ns, {blocks} blocks"
+            print(
+                f"{where}: pair {us(pairs)}, itself {us(own)}, over {over[3]:.3f}..{statistics.median(over):.3f}..{over[-4]:.3f}"
+            )
+            if not cupti_problem():
+                with trace_kernels() as records:
+                    pairs, own = events.time_stays(60, ns, blocks)
+                seen = statistics.median((r.end - r.start) / 1e3 for r in records if r.name == "stay")
+                print(f"    under cupti: pair {us(pairs)}, itself {us(own)}, cupti {seen:.3f}")
+
+
+def stamp_costs(_: Any) -> None:
+    """Percent that each kind of stamp adds to a step, neighbours in time compared."""
+    for shape, dtype in (
+        ("smollm2-135m", "fp16"), ("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.2-1b", "gf4"),
+        ("mistral-7b", "fp16"), ("mistral-7b", "fp8"), ("mistral-7b", "gf4"),
+    ):  # fmt: skip
+        with open_random_engine(shape_config(shape, dtype), is_tied=shape in TIED, seq_len=4400) as engine:  # type: ignore[arg-type]
+            for context in (0, 4000):
+                engine.pretend_cached(context)
+                levels = (0, 1, 2, 3, 4, 5)
+                for level in levels:
+                    engine.time_graph(context, 40, level=level)
+                times = [[engine.time_graph(context, 40, level=level) for level in levels] for _ in range(9)]
+                costs = [100 * statistics.median(row[i] / row[0] - 1 for row in times) for i in range(len(levels))]
+                off = 1e6 * statistics.median(row[0] for row in times)
+                print(
+                    f"{shape} {dtype} at {context}: {off:.1f} us; "
+                    + "  ".join(f"level {i}: {c:+.2f}%" for i, c in enumerate(costs) if i)
+                )
 
 
 def cupti_records(engine: Any) -> None:
@@ -78,10 +119,26 @@ def cupti_records(engine: Any) -> None:
         for step in step_records(records, engine, 100, 3):
             print(f"  pos {step.pos}: {1e6 * (step.step_end - step.step_start):.2f} us, {len(step.kernels)} kernels")
     engine.graphs.overlap = True
-    with trace_kernels() as records:
-        engine.runner.events.time_pairs(20, engine.runner.events.idle_launch(0))
-        engine.runner.events.time_pairs(20, engine.runner.events.idle_launch(20_000))
-    print("hold by cupti, us:", " ".join(f"{(r.end - r.start) / 1e3:.2f}" for r in records))
+
+
+def handed_over(engine: Any) -> None:
+    """Ends of kernels as the next one sees them, beside those that their last blocks note."""
+    from calmnb.profile.recorder import SessionRecorder
+
+    rows: dict[int, Any] = {}
+    for level in (1, 3):
+        recorder = SessionRecorder({})
+        between, moving = engine.time_steps(100, 60, recorder, level=level)
+        settled = recorder.steps[5:]
+        first = [r.step_start for r in settled]
+        rows[level] = [np.median([r.starts - t for r, t in zip(settled, first, strict=True)], axis=0),
+                       np.median([r.ends - t for r, t in zip(settled, first, strict=True)], axis=0)]  # fmt: skip
+        whole = statistics.median(r.step_end - r.step_start for r in settled)
+        print(f"level {level}: rows {1e6 * whole:.2f} us, events and moving", [statistics.median(x) for x in (between, moving)])
+    for i, kernel in enumerate(settled[0].kernels):
+        cells = (f"{1e6 * rows[level][side][i]:9.2f}" for level in (1, 3) for side in (0, 1))
+        blocks, seen = " ".join([next(cells), next(cells)]), " ".join([next(cells), next(cells)])
+        print(f"  {kernel.stage:16s} {kernel.layer:3d} start, end: blocks {blocks}  handed over {seen}")
 
 
 def nvml(engine: Any) -> None:
