@@ -74,7 +74,7 @@ def event_pairs(engine: Any) -> None:
             over = sorted(1e6 * (a - b) for a, b in zip(pairs, own, strict=True))
             where = f"stay {ns} ns, {blocks} blocks"
             print(
-                f"{where}: pair {us(pairs)}, itself {us(own)}, over {over[3]:.3f}..{statistics.median(over):.3f}..{over[-4]:.3f}"
+                f"{where}: pair {us(pairs)}, itself {us(own)}, over {over[3]:.2f}..{statistics.median(over):.2f}..{over[-4]:.2f}"
             )
             if not cupti_problem():
                 with trace_kernels() as records:
