@@ -90,6 +90,7 @@ def test_every_public_name_is_documented(site: Path) -> None:
     known: set[str] = set()
     for page in (site / "api").rglob("index.html"):
         known |= Assets(page.read_text(encoding="utf-8")).ids
+    assert not [identifier for identifier in known if re.match(r"calmnb\..*\._(?!_)", identifier)], "private names are documented"
     listed = [module for section in API_PAGES.values() for module in section]
     for module in ["calmnb", *listed]:
         for name in public_names(module):
@@ -254,7 +255,7 @@ def test_python_blocks_run(
             exec(code, names)
     finally:
         for value in names.values():
-            if type(value).__name__ in ("Model", "ChatWidget"):
+            if type(value).__name__ in ("Model", "ChatWidget", "ProfileView", "KernelTable", "CompareView"):
                 value.close()
 
 
