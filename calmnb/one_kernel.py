@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "CACHED",
     "COLUMNS",
     "LAYERS",
     "TOLERANCE",
@@ -49,8 +50,11 @@ __all__ = [
     "load",
     "measure",
     "measured_or_saved",
+    "open_gpu",
     "plan",
     "save",
+    "saved_path",
+    "source_of",
     "specs",
     "step",
     "try_kernel",
