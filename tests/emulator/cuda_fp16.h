@@ -1,18 +1,22 @@
 // CUDA's half type and the built-ins that the kernels use, on a CPU: each block runs as fibers, one a thread, that
-// change places at every barrier and shuffle. For tests of what a kernel computes, not of how fast.
+// change places at every barrier and shuffle. Blocks run one after another or, where a kernel's blocks wait for each other,
+// side by side. For tests of what a kernel computes, not of how fast.
 #pragma once
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <string.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #define __device__
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __align__(n) alignas(n)
 #define __shared__ static
@@ -25,28 +29,38 @@ struct dim3_ { unsigned x, y, z; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulator {
 struct Fiber {
-  ucontext_t context;
-  bool done = false;
+  ucontext_t context;  // of its first entry; afterwards `place`, for swapcontext calls the kernel every time
+  jmp_buf place;
+  bool begun = false, done = false;
   dim3_ thread;
 };
 struct Barrier {
   unsigned waiting = 0, generation = 0;
 };
-inline std::vector<Fiber> fibers;
-inline std::vector<char> stacks;
+struct Block {
+  dim3_ index;
+  std::vector<Fiber> fibers;
+  Barrier barrier;
+  std::vector<Barrier> warp_barriers;
+  std::vector<uint64_t> exchange;
+  std::vector<uint4> shared;
+};
+inline std::unique_ptr<char[]> stacks;
+inline size_t stacks_size = 0;
 constexpr size_t STACK = 32 << 10;
-inline ucontext_t scheduler;
-inline unsigned current = 0, block_size = 0;
-inline Barrier block_barrier;
-inline std::vector<Barrier> warp_barriers;
-inline std::vector<uint32_t> exchange;
-inline dim3_ block_index, grid_size, block_dim;
+inline jmp_buf scheduler;
+inline Block* block = nullptr;
+inline unsigned current = 0;
+inline dim3_ grid_size, block_dim;
 inline unsigned char* dynamic_shared = nullptr;
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+  if (!_setjmp(block->fibers[current].place)) _longjmp(scheduler, 1);
+}
 inline void wait(Barrier& b, unsigned members) {
   const unsigned mine = b.generation;
   if (++b.waiting == members) {
@@ -56,45 +70,77 @@ inline void wait(Barrier& b, unsigned members) {
     while (b.generation == mine) yield();
   }
 }
-inline unsigned lane() { return fibers[current].thread.x & 31; }
-inline unsigned warp() { return fibers[current].thread.x >> 5; }
-inline uint32_t shuffle_xor(uint32_t v, int mask) {
-  exchange[current] = v;
-  wait(warp_barriers[warp()], 32);
-  const uint32_t r = exchange[warp() * 32 + (lane() ^ mask)];
-  wait(warp_barriers[warp()], 32);
+inline unsigned lane() { return block->fibers[current].thread.x & 31; }
+inline unsigned warp() { return block->fibers[current].thread.x >> 5; }
+inline uint64_t exchange_with(uint64_t v, unsigned other) {
+  block->exchange[current] = v;
+  wait(block->warp_barriers[warp()], 32);
+  const uint64_t r = block->exchange[warp() * 32 + other];
+  wait(block->warp_barriers[warp()], 32);
   return r;
 }
-template <class F> void run_block(unsigned threads, F body) {
-  static void (*entry)() = nullptr;
+inline void (*entry)() = nullptr;
+inline void enter_fiber(Fiber& f) {
+  if (!_setjmp(scheduler)) {
+    if (f.begun) _longjmp(f.place, 1);
+    f.begun = true;
+    setcontext(&f.context);
+  }
+}
+inline bool run_once(Block& b, bool backwards) {
+  bool any = false;
+  block = &b;
+  dynamic_shared = reinterpret_cast<unsigned char*>(b.shared.data());
+  const unsigned n = (unsigned)b.fibers.size();
+  for (unsigned i = 0; i < n; i++) {
+    current = backwards ? n - 1 - i : i;
+    if (b.fibers[current].done) continue;
+    any = true;
+    enter_fiber(b.fibers[current]);
+  }
+  return any;
+}
+// Runs `body` in `grid` blocks of `threads`, `resident` of them at a time. `order` changes who comes first.
+template <class F> void run_grid(unsigned grid, unsigned threads, unsigned shared_bytes, unsigned resident, unsigned order, F body) {
   static F* f;
   f = &body;
   entry = [] {
     (*f)();
-    fibers[current].done = true;
-    yield();
+    block->fibers[current].done = true;
+    _longjmp(scheduler, 1);
   };
-  fibers.assign(threads, Fiber{});
-  if (stacks.size() < threads * STACK) stacks.resize(threads * STACK);
-  block_size = threads;
-  warp_barriers.assign((threads + 31) / 32, {});
-  exchange.assign(threads, 0);
-  block_barrier = {};
-  for (unsigned i = 0; i < threads; i++) {
-    fibers[i].thread = {i, 0, 0};
-    getcontext(&fibers[i].context);
-    fibers[i].context.uc_stack.ss_sp = stacks.data() + i * STACK;
-    fibers[i].context.uc_stack.ss_size = STACK;
-    fibers[i].context.uc_link = &scheduler;
-    makecontext(&fibers[i].context, entry, 0);
+  grid_size = {grid, 1, 1};
+  block_dim = {threads, 1, 1};
+  if (stacks_size < resident * threads * STACK) {
+    stacks_size = resident * threads * STACK;
+    stacks.reset(new char[stacks_size]);
   }
-  for (bool any = true; any;) {
-    any = false;
-    for (current = 0; current < threads; current++)
-      if (!fibers[current].done) {
-        any = true;
-        swapcontext(&scheduler, &fibers[current].context);
+  std::vector<Block> blocks(resident);
+  for (unsigned first = 0; first < grid; first += resident) {
+    const unsigned n = min(resident, grid - first);
+    for (unsigned j = 0; j < n; j++) {
+      Block& b = blocks[j];
+      b.index = {first + (j + order) % n, 0, 0};
+      b.fibers.assign(threads, Fiber{});
+      b.barrier = {};
+      b.warp_barriers.assign((threads + 31) / 32, {});
+      b.exchange.assign(threads, 0);
+      b.shared.resize(shared_bytes / 16 + 1);
+      memset(b.shared.data(), 0xFF, b.shared.size() * 16);
+      for (unsigned i = 0; i < threads; i++) {
+        Fiber& fiber = b.fibers[i];
+        fiber.thread = {i, 0, 0};
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = stacks.get() + (j * threads + i) * STACK;
+        fiber.context.uc_stack.ss_size = STACK;
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, entry, 0);
       }
+    }
+    for (bool any = true; any;) {
+      any = false;
+      for (unsigned j = 0; j < n; j++) any |= run_once(blocks[j], order & 1);
+    }
   }
 }
 template <class To, class From> inline To bits(From v) {
@@ -121,8 +167,8 @@ inline uint16_t half_of(double v) {
 }
 }  // namespace emulator
 
-#define threadIdx (emulator::fibers[emulator::current].thread)
-#define blockIdx (emulator::block_index)
+#define threadIdx (emulator::block->fibers[emulator::current].thread)
+#define blockIdx (emulator::block->index)
 #define gridDim (emulator::grid_size)
 #define blockDim (emulator::block_dim)
 
@@ -164,9 +210,42 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   for (int i = 0; i < 4; i++) r |= (unsigned)(all >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return r;
 }
-inline void __syncthreads() { emulator::wait(emulator::block_barrier, emulator::block_size); }
-inline void __syncwarp() { emulator::wait(emulator::warp_barriers[emulator::warp()], 32); }
-inline float __shfl_xor_sync(unsigned, float v, int mask) {
-  return emulator::bits<float>(emulator::shuffle_xor(emulator::bits<uint32_t>(v), mask));
+inline void __syncthreads() { emulator::wait(emulator::block->barrier, (unsigned)emulator::block->fibers.size()); }
+inline void __syncwarp() { emulator::wait(emulator::block->warp_barriers[emulator::warp()], 32); }
+inline void __threadfence() {}
+template <class V> inline V exchange_value(V v, unsigned other) {
+  uint64_t word = 0;
+  memcpy(&word, &v, sizeof v);
+  word = emulator::exchange_with(word, other);
+  memcpy(&v, &word, sizeof v);
+  return v;
 }
-inline int __shfl_xor_sync(unsigned, int v, int mask) { return (int)emulator::shuffle_xor((uint32_t)v, mask); }
+template <class V> inline V __shfl_xor_sync(unsigned, V v, int mask) { return exchange_value(v, emulator::lane() ^ mask); }
+template <class V> inline V __shfl_sync(unsigned, V v, int from) { return exchange_value(v, from & 31); }
+template <class V> inline V __shfl_up_sync(unsigned, V v, int d) {
+  const unsigned lane = emulator::lane();
+  return exchange_value(v, lane >= (unsigned)d ? lane - d : lane);
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned v) {
+  for (int d = 16; d; d /= 2) v = min(v, __shfl_xor_sync(mask, v, d));
+  return v;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v) {
+  for (int d = 16; d; d /= 2) v = max(v, __shfl_xor_sync(mask, v, d));
+  return v;
+}
+inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned long long __float2ull_rn(float v) { return (unsigned long long)llrintf(v); }
+template <class V> inline V __ldcg(const V* p) { return *p; }
+// No fiber runs while another is between two barriers, so plain operations are atomic.
+template <class V, class F> inline V change(V* p, F f) {
+  const V old = *p;
+  *p = f(old);
+  return old;
+}
+template <class V> inline V atomicAdd(V* p, V v) { return change(p, [v](V old) { return old + v; }); }
+template <class V> inline V atomicOr(V* p, V v) { return change(p, [v](V old) { return old | v; }); }
+template <class V> inline V atomicMin(V* p, V v) { return change(p, [v](V old) { return min(old, v); }); }
+template <class V> inline V atomicMax(V* p, V v) { return change(p, [v](V old) { return max(old, v); }); }
+inline unsigned atomicInc(unsigned* p, unsigned most) { return change(p, [most](unsigned old) { return old >= most ? 0 : old + 1; }); }

@@ -20,19 +20,11 @@ from calmnb.kernels import KernelSpec, kernels_dir
 HERE = Path(__file__).parent
 WRAPPER = """
 #include "{source}"
-extern "C" void run(const MatvecArgs* a, unsigned grid, unsigned block, unsigned smem) {{
-  static std::vector<uint4> storage;
-  storage.resize(smem / 16 + 1);
-  emulator::dynamic_shared = reinterpret_cast<u8*>(storage.data());
+extern "C" void run(const {args}* a, unsigned grid, unsigned block, unsigned smem, unsigned resident, unsigned order) {{
   shared_bytes = smem;
-  emulator::grid_size = {{grid, 1, 1}};
-  emulator::block_dim = {{block, 1, 1}};
-  for (unsigned b = 0; b < grid; b++) {{
-    emulator::block_index = {{b, 0, 0}};
-    memset(emulator::dynamic_shared, 0xFF, storage.size() * 16);
-    emulator::run_block(block, [&] {{ {name}(*a); }});
-  }}
+  emulator::run_grid(grid, block, smem, resident, order, [=] {{ {name}(*a); }});
 }}
+extern "C" void exponentials(float* x, int n) {{ for (int i = 0; i < n; i++) x[i] = expf(x[i]); }}
 """
 
 
@@ -72,19 +64,21 @@ class EmulatedLauncher:
             text = path.read_text()
             text = text.replace("extern __shared__ __align__(16) u8 shared[];", "#define shared (emulator::dynamic_shared)")
             (folder / path.name).write_text(text)
-        (folder / "common.cuh").write_text((HERE / "common.cuh").read_text())
+        for name in ("common.cuh", "sync.cuh"):
+            (folder / name).write_text((HERE / name).read_text())
 
-    def _library(self, spec: KernelSpec) -> Any:
+    def library(self, spec: KernelSpec, args: str = "MatvecArgs") -> Any:
+        """The kernel, compiled, as ``run(args, grid, block, shared, resident, order)``; `args` names its structure."""
         if spec not in self._libraries:
             name = f"k{len(self._libraries)}"
-            (self.folder / f"{name}.cpp").write_text(WRAPPER.format(source=spec.source, name=spec.name))
+            (self.folder / f"{name}.cpp").write_text(WRAPPER.format(source=spec.source, name=spec.name, args=args))
             subprocess.run(
                 ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
-                 *spec.options(), f"-I{HERE}", "-o", f"{name}.so", f"{name}.cpp"],
+                 "-U_FORTIFY_SOURCE", *spec.options(), f"-I{HERE}", "-o", f"{name}.so", f"{name}.cpp"],
                 cwd=self.folder, check=True,
             )  # fmt: skip
             self._libraries[spec] = ctypes.CDLL(str(self.folder / f"{name}.so"))
         return self._libraries[spec]
 
     def launch(self, plan: MatvecPlan, args: MatvecArgs, stream: Any = None, *, pdl: bool = True) -> None:
-        self._library(plan.spec).run(ctypes.byref(args), plan.grid, plan.block, plan.smem)
+        self.library(plan.spec).run(ctypes.byref(args), plan.grid, plan.block, plan.smem, 1, 0)

@@ -32,17 +32,8 @@ EMULATOR = Path(launcher.__file__).parent
 WRAPPER = """
 #include "{source}"
 extern "C" void run(void** a, unsigned grid, unsigned block, unsigned smem) {{
-  static std::vector<uint4> storage;
-  storage.resize(smem / 16 + 1);
-  emulator::dynamic_shared = reinterpret_cast<u8*>(storage.data());
   shared_bytes = smem;
-  emulator::grid_size = {{grid, 1, 1}};
-  emulator::block_dim = {{block, 1, 1}};
-  for (unsigned b = 0; b < grid; b++) {{
-    emulator::block_index = {{b, 0, 0}};
-    memset(emulator::dynamic_shared, 0xFF, storage.size() * 16);
-    emulator::run_block(block, [&] {{ {call}; }});
-  }}
+  emulator::run_grid(grid, block, smem, 1, 0, [=] {{ {call}; }});
 }}
 """
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
@@ -68,7 +59,8 @@ class EmulatedGpu(FakeGpu):
             target = folder / path.relative_to(kernels_dir())
             target.parent.mkdir(exist_ok=True)
             target.write_text(text)
-        (folder / "common.cuh").write_text((EMULATOR / "common.cuh").read_text())
+        for path in EMULATOR.glob("*.cuh"):
+            (folder / path.name).write_text(path.read_text())
 
     def allocate(self, nbytes: int) -> int:
         """Aligned like device memory."""
@@ -90,7 +82,7 @@ class EmulatedGpu(FakeGpu):
             (self.folder / f"{name}.cpp").write_text(WRAPPER.format(source=spec.source, call=call))
             subprocess.run(
                 ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
-                 *spec.options(), f"-I{self.folder}", f"-I{EMULATOR}", "-o", f"{name}.so", f"{name}.cpp"],
+                 "-U_FORTIFY_SOURCE", *spec.options(), f"-I{self.folder}", f"-I{EMULATOR}", "-o", f"{name}.so", f"{name}.cpp"],
                 cwd=self.folder, check=True,
             )  # fmt: skip
             self.libraries[spec, entry] = ctypes.CDLL(str(self.folder / f"{name}.so"))
@@ -129,7 +121,7 @@ def run(gpu: EmulatedGpu, versions: Sequence[Version], rows: int, cols: int, **o
 
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.number}")
-@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (37, 96), (259, 1056), (70, 4128)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 32), (37, 96), (259, 1056)])
 def test_every_version_computes_the_product(gpu: EmulatedGpu, version: Version, rows: int, cols: int) -> None:
     table = run(gpu, [version], rows, cols)
     assert list(table["version"]) == [version.number]
@@ -315,30 +307,23 @@ def test_counted_instructions_cover_every_version() -> None:
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A table of made-up rates, GB/s falling from 4,500 by version, of compiled plans."""
-    import pandas as pd
+def table() -> Any:
+    """What the H200 measured, as the notebook shows it where there is no GPU."""
+    return one_kernel.load(one_kernel.saved_path())
 
-    meta = {
-        "device": "NVIDIA H200", "arch": "sm_90", "sm_count": 132, "clock_ghz": 1.98, "l2_bytes": 1,
-        "measured_gb_per_s": 4600.0, "datasheet_gb_per_s": 4800.0, "repeats": 25,
-        "date": "2026-11-29T12:00:00+00:00", "versions": {}, "saved": True,
-    }  # fmt: skip
-    device, layer = Device.of_arch("sm_90"), one_kernel.LAYERS[0]
-    rows = []
-    for version in VERSIONS:
-        p = one_kernel.plan(version, layer, device)
-        kernel = CompiledKernel(p.spec, "sm_90", b"", Resources(64, 0, 0, 0), "", False)
-        seconds = layer.nbytes(version.dtype) / (4500 - 300 * version.number) / 1e9
-        rows.append(one_kernel._row(layer, version, "DRAM", meta, p, kernel, [seconds] * 5, 1e-4))
-    out = pd.DataFrame(rows, columns=list(one_kernel.COLUMNS))
-    out.attrs["meta"] = meta
-    return out
+
+def test_the_saved_table_holds_every_version_and_nothing_impossible(table: Any) -> None:
+    for layer in one_kernel.LAYERS:
+        assert list(table.loc[table["layer"] == layer.name, "version"]) == [v.number for v in VERSIONS]
+    assert set(table.loc[table["layer"] == one_kernel.CACHED.name, "memory"]) == {"DRAM", "L2"}
+    assert (table["error"] < table["dtype"].map(one_kernel.TOLERANCE)).all()
+    assert (table.loc[table["memory"] == "DRAM", "percent_datasheet"] < 100).all()
+    assert "NVIDIA H200, saved table" in one_kernel.source_of(table)
 
 
 def test_instructions_say_how_much_of_the_issue_slots_they_take(table: Any) -> None:
     row = table[table["version"] == 4].iloc[0]
-    assert row["counted"] == "table"
+    assert row["counted"] in ("SASS", "table")
     weights = 28672 * 4096
     slots = 132 * 4 * 1.98e9 * row["us"] * 1e-6  # four instructions a cycle, each for 32 lanes
     assert row["issue_percent"] == pytest.approx(100 * row["instructions_per_weight"] * weights / 32 / slots)
@@ -350,7 +335,7 @@ def test_figures_name_device_versions_and_peaks(table: Any, draw: Any, dark: boo
     figure = draw(table, dark=dark)
     assert figure._repr_png_()[:4] == b"\x89PNG"
     text = "\n".join(found.get_text() for found in figure.findobj(Text))
-    for part in ("NVIDIA H200", "saved table", "2026-11-29", "4,600", "gate+up"):
+    for part in ("NVIDIA H200", "saved table", "2026-11-29", "4,507", "gate+up"):
         assert part in text
     if draw is figures.version_bars:
         assert "cp.async ring  6" in text
@@ -367,7 +352,7 @@ def test_figures_name_device_versions_and_peaks(table: Any, draw: Any, dark: boo
 def test_a_step_shows_code_numbers_and_the_prediction(table: Any) -> None:
     shown = one_kernel.step(table, 6, predicted=4350).data
     assert "cp_async16" in shown
-    assert "2,7" in shown.split("µs,")[1]
+    assert "54.2 µs, 4,338 GB/s" in shown
     assert "(predicted: 4,350)" in shown
     assert "not measured on this GPU" in one_kernel.step(table[table["version"] != 8], 8).data
     with pytest.raises(ConfigError, match="0 to 13"):
@@ -375,9 +360,9 @@ def test_a_step_shows_code_numbers_and_the_prediction(table: Any) -> None:
 
 
 def test_predictions_stand_beside_what_was_measured(table: Any) -> None:
-    found = one_kernel.compare(table, {0: 450.0, 2: 3900.0})
+    found = one_kernel.compare(table, {0: 818.0, 2: 4026.0})
     assert list(found["version"]) == [0, 2]
-    assert list(found["off_percent"]) == [-90, 0]
+    assert list(found["off_percent"]) == [100, 0]
 
 
 def test_an_edited_kernel_compiles_without_a_gpu() -> None:
