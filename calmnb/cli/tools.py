@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calmnb.cli.common import Json, app, console, error_console, print_json, table
+from calmnb.cli.common import Json, KvDtype, app, console, error_console, one_of, print_json, resolve_model, table
+from calmnb.errors import ConfigError
 from calmnb.files import write_text
 
 if TYPE_CHECKING:
@@ -64,7 +65,19 @@ def nsys(
 
 @app.command(context_settings=_SETTINGS)
 def ncu(
-    command: Command,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[COMMAND]", help="Program and its arguments, behind `--`; or a .calm file; or nothing, with --shape."
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="One decode step of this shape with random weights: mistral-7b, ...")
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Weights of the shape: fp16, fp8, gf4.")] = "fp16",
+    at: Annotated[int, typer.Option("--at", min=0, help="Positions cached before the step of a model or shape.")] = 0,
+    layers: Annotated[int, typer.Option("--layers", min=0, help="Layers of it to run, since they are alike; 0 is all.")] = 4,
+    kv_dtype: KvDtype = "fp16",
     session: Annotated[
         Path | None, typer.Option("--session", help="A saved session of the same model, to set declared bytes beside measured.")
     ] = None,
@@ -77,32 +90,54 @@ def ncu(
             "--kernels", help="Measure kernels whose name has this regular expression; of calmnb, those of decode steps."
         ),
     ] = None,
+    in_range: Annotated[
+        bool, typer.Option("--capture-range", help="Measure only from cudaProfilerStart to cudaProfilerStop.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write ncu's own CSV here.")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Save the session with measured bytes in its events here (.calmprof).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run a program under NVIDIA Nsight Compute, and print the bytes that each kernel moved to and from memory.
+    """Measure the bytes that each kernel moves to and from memory, with NVIDIA Nsight Compute.
 
-    Every kernel is run several times: measure few of them. A single file that ends in .csv is not run but read.
+    With --shape, or for a .calm file, one decode step is measured, and declared bytes stand beside it; weights are made up,
+    since bytes do not depend on what they say. Any other program is run as it is. Every kernel is run several times: measure
+    few of them. A single file that ends in .csv is not run but read.
 
-    Example: `calmnb ncu --count 400 --session run.calmprof -- calmnb generate demo -i Hello -n 4`
+    Example: `calmnb ncu --shape mistral-7b --dtype fp8`
     """
     from calmnb.profile.attribution import STEP_KERNELS
-    from calmnb.profile.ncu import attach_measured, ncu_stages, read_ncu_csv
+    from calmnb.profile.ncu import add_measured, attach_measured, ncu_stages, read_ncu_csv
     from calmnb.profile.nsight import run_ncu
     from calmnb.profile.session import Session
 
+    words = command or []
+    if not words and not shape:
+        raise ConfigError(
+            "ncu: there is nothing to measure; give --shape, a .calm file, or a command: calmnb ncu -- calmnb bench"
+        )
     declared = Session.load(session) if session else None
-    if len(command) == 1 and command[0].endswith(".csv"):
-        launches = read_ncu_csv(Path(command[0]))
+    model = words[0] if len(words) == 1 and (words[0].endswith(".calm") or words[0].split(":")[0] == "demo") else None
+    if shape or model:
+        if session or (shape and words):
+            raise ConfigError(
+                "ncu: --shape and a .calm file bring their own session and command; leave --session and COMMAND out"
+            )
+        declared, launches, text = _measured_step(shape, model, dtype, at, layers, kv_dtype)
+    elif len(words) == 1 and words[0].endswith(".csv"):
+        launches, text = read_ncu_csv(Path(words[0])), ""
     else:
-        if kernels is None and command[0] == "calmnb":
+        if kernels is None and words[:1] == ["calmnb"]:
             kernels = STEP_KERNELS
-        text = run_ncu(command, skip=skip, count=count, kernels=kernels, output=_pass_on)
-        if output:
-            write_text(output, text)
+        text = run_ncu(words, skip=skip, count=count, kernels=kernels, in_range=in_range, output=_pass_on)
         launches = read_ncu_csv(text + "\n")
+    if output and text:
+        write_text(output, text)
     if declared is not None:
         measured, columns = attach_measured(declared, launches, step=step), _COMPARED
+        if save:
+            add_measured(declared, launches, step=step).save(save)
     else:
         measured, columns = _by_kernel(ncu_stages(launches)), _MEASURED
     if as_json:
@@ -115,6 +150,28 @@ def ncu(
         cells = (_cell(record[key], unit, form) for _, key, unit, form in columns)
         out.add_row(str(record["kernel"]), str(record["stage"]), *cells)
     console().print(out)
+    if declared is not None:
+        console().print(declared.summary(), highlight=False, soft_wrap=True)
+
+
+def _measured_step(
+    shape: str | None, model: str | None, dtype: str, at: int, layers: int, kv_dtype: str
+) -> tuple[Session, pd.DataFrame, str]:
+    from calmnb.config import KV_DTYPES, WEIGHT_DTYPES
+    from calmnb.profile.ncu_step import measure_step
+    from calmnb.shapes import TIED, shape_config
+
+    if shape:
+        config, is_tied, name = shape_config(shape, one_of("--dtype", dtype, WEIGHT_DTYPES)), shape in TIED, shape
+    else:
+        from calmnb.checkpoint import open_calm
+
+        path = resolve_model(str(model))
+        with open_calm(path) as file:
+            config, is_tied, name = file.weights.config, file.weights.is_tied, path.stem
+    kv = one_of("--kv-dtype", kv_dtype, KV_DTYPES)
+    some = layers or None
+    return measure_step(config, is_tied=is_tied, kv_dtype=kv, context=at, layers=some, name=name, output=_pass_on)
 
 
 _Columns = tuple[tuple[str, str, float, str], ...]

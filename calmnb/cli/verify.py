@@ -24,6 +24,7 @@ from calmnb.errors import DeviceError
 from calmnb.files import write_text
 
 if TYPE_CHECKING:
+    from calmnb.config import ModelConfig
     from calmnb.profile.verify import Fidelity
 
 __all__ = ["verify_profile"]
@@ -75,11 +76,13 @@ def _measure(
     from calmnb.profile.verify import verify_engine, verify_model
     from calmnb.shapes import TIED, shape_config
 
-    kv: Any = one_of("--kv-dtype", kv_dtype, KV_DTYPES)
+    options: dict[str, Any] = {"context": at, "steps": steps, "use_cupti": with_cupti, "say": _say}
+    seq_len = at + 4 * steps
     if shape:
-        config = shape_config(shape, one_of("--dtype", dtype, WEIGHT_DTYPES))
         from calmnb.engine import _cuda_problem
 
+        config = shape_config(shape, one_of("--dtype", dtype, WEIGHT_DTYPES))
+        kv: Any = one_of("--kv-dtype", kv_dtype, KV_DTYPES)
         problem = _cuda_problem()
         if problem:
             raise DeviceError(
@@ -89,12 +92,27 @@ def _measure(
         from calmnb.engine.cuda import open_random_engine
 
         _say(f"{shape} {dtype}: making random weights")
-        with open_random_engine(config, is_tied=shape in TIED, seq_len=at + 4 * steps, kv_dtype=kv, progress=_say) as engine:
-            return verify_engine(engine, shape, context=at, steps=steps, use_cupti=with_cupti, say=_say)
-    with load_model(model, device=device, threads=threads, kv_dtype=kv_dtype, context=at + 4 * steps) as loaded:
-        if loaded.engine.info.engine == "cuda":
-            return verify_engine(loaded.engine, model, context=at, steps=steps, use_cupti=with_cupti, say=_say)
-        return verify_model(loaded, model, steps=min(steps, 24), say=_say)
+        with open_random_engine(config, is_tied=shape in TIED, seq_len=seq_len, kv_dtype=kv, progress=_say) as engine:
+            found = verify_engine(engine, shape, **options)
+        return _with_bytes(found, config, shape in TIED, kv, at, with_ncu)
+    with load_model(model, device=device, threads=threads, kv_dtype=kv_dtype, context=seq_len) as loaded:
+        if loaded.engine.info.engine != "cuda":
+            return verify_model(loaded, model, steps=min(steps, 24), say=_say)
+        found = verify_engine(loaded.engine, model, **options)
+        config, is_tied = loaded.engine.config, loaded.file.weights.is_tied
+    return _with_bytes(found, config, is_tied, kv_dtype, at, with_ncu)
+
+
+def _with_bytes(found: Fidelity, config: ModelConfig, is_tied: bool, kv_dtype: str, at: int, with_ncu: bool) -> Fidelity:
+    """`found` with what Nsight Compute measured; the engine is closed by now, so that both fit on one GPU."""
+    import dataclasses
+
+    from calmnb.profile.verify import verify_bytes
+
+    if not with_ncu:
+        return found
+    rows, check = verify_bytes(config, is_tied=is_tied, kv_dtype=kv_dtype, context=at, say=_say)
+    return dataclasses.replace(found, checks=[*found.checks, check], bytes=rows)
 
 
 def _command(model: str, shape: str | None, dtype: str, at: int, kv_dtype: str) -> str:

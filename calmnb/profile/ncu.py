@@ -22,7 +22,7 @@ from calmnb.profile.attribution import find_steps, kernel_name
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
 
-__all__ = ["MEASURED_COLUMNS", "NCU_COLUMNS", "attach_measured", "measured_rows", "ncu_stages", "read_ncu_csv"]
+__all__ = ["MEASURED_COLUMNS", "NCU_COLUMNS", "add_measured", "attach_measured", "measured_rows", "ncu_stages", "read_ncu_csv"]
 
 #: Columns of `read_ncu_csv`.
 NCU_COLUMNS = {
@@ -208,7 +208,10 @@ def attach_measured(session: Session, table: pd.DataFrame, *, step: int | None =
 
 
 def measured_rows(session: Session, table: pd.DataFrame, *, step: int | None = None) -> pd.DataFrame:
-    """As `attach_measured`, but a row a launch, in launch order, with its ``layer``; same parameters and errors."""
+    """As `attach_measured`, but a row a launch, in launch order, with its ``layer``; same parameters and errors.
+
+    The index is that of the launches in ``session.events``.
+    """
     sequences = _sequences(table)
     # The host's choice of a token, and what moves time stamps, are not launches of the step.
     events = session.events[session.events["stage"] != "gap"]
@@ -218,7 +221,7 @@ def measured_rows(session: Session, table: pd.DataFrame, *, step: int | None = N
         step = _matching_step(session, sizes, [len(each) for each in sequences])
     elif step not in sizes.index:
         raise ConfigError(f"step is {step}; the session's steps with kernels are {_range(list(sizes.index))}")
-    rows = launched[launched["step"] == step].reset_index(drop=True)
+    rows = launched[launched["step"] == step]
     fitting = [each for each in sequences if len(each) == len(rows)]
     if not fitting:
         seen = ", ".join(str(n) for n in sorted({len(each) for each in sequences}))
@@ -230,13 +233,34 @@ def measured_rows(session: Session, table: pd.DataFrame, *, step: int | None = N
         for i, (mine, theirs) in enumerate(zip(rows["stage"], each["stage"], strict=True)):
             if "other" not in (mine, theirs) and mine != theirs:
                 raise ConfigError(
-                    f"launch {i}: the session has {rows['kernel'][i]} of {mine}, ncu saw {each['kernel'].iloc[i]} of {theirs}; "
-                    "these are different steps or models"
+                    f"launch {i}: the session has {rows['kernel'].iloc[i]} of {mine}, ncu saw {each['kernel'].iloc[i]} of "
+                    f"{theirs}; these are different steps or models"
                 )
     out = rows[["layer", "stage", "kernel", "bytes_min", "bytes_counted"]].copy()
     out["bytes_measured"] = np.median([each["bytes_measured"] for each in fitting], axis=0)
     out["ncu_us"] = np.median([each["duration_s"] for each in fitting], axis=0) * 1e6
     return out
+
+
+def add_measured(session: Session, table: pd.DataFrame, *, step: int | None = None) -> Session:
+    """The step that was measured, with one column more in its events: ``bytes_measured``.
+
+    Parameters and errors as for `attach_measured`.
+
+    Returns
+    -------
+    Session
+        Of that step alone, numbered 0; DRAM bytes of every launch, 0 where nothing was launched (the gap). Pivots and
+        comparisons take the column as they take ``bytes_min``.
+    """
+    from calmnb.profile.session import Session
+
+    rows = measured_rows(session, table, step=step)
+    number = int(session.events.loc[rows.index[0], "step"])
+    events = session.events[session.events["step"] == number].assign(step=0, bytes_measured=0.0)
+    events.loc[rows.index, "bytes_measured"] = rows["bytes_measured"]
+    steps = session.steps[session.steps["step"] == number].assign(step=0, warmup=False)
+    return Session(events.reset_index(drop=True), steps.reset_index(drop=True), session.meta)
 
 
 def _sequences(table: pd.DataFrame) -> list[pd.DataFrame]:

@@ -23,7 +23,7 @@ from calmnb.engine.stages import weight_bytes_per_token
 from calmnb.errors import CalmnbError
 from calmnb.profile.recorder import SessionRecorder, StepRecord
 
-__all__ = ["Check", "Fidelity", "recording_bounds", "verify_engine", "verify_model"]
+__all__ = ["Check", "Fidelity", "recording_bounds", "verify_bytes", "verify_engine", "verify_model"]
 
 Say = Callable[[str], None]
 
@@ -309,6 +309,47 @@ def _by_stage(records: Sequence[StepRecord]) -> dict[tuple[str, str], tuple[int,
     for kernel, seconds in zip(settled[0].kernels, times, strict=True):
         parts.setdefault((kernel.stage, kernel.name), []).append(float(seconds))
     return {key: (len(values), statistics.fmean(values)) for key, values in parts.items()}
+
+
+def verify_bytes(
+    config: ModelConfig, *, is_tied: bool, kv_dtype: str = "fp16", context: int = 0, say: Say = lambda _: None
+) -> tuple[list[dict[str, Any]], Check]:
+    """Measure a step's bytes with Nsight Compute, in a process of its own: a row a stage, and the worst weight kernel.
+
+    Parameters
+    ----------
+    config, is_tied, kv_dtype, context
+        As for `calmnb.profile.ncu_step.measure_step`; four layers stand for all.
+    say
+        Called with a line of text before it starts.
+
+    Returns
+    -------
+    rows : list of dict
+        Columns of `calmnb.profile.ncu.MEASURED_COLUMNS`; none where ncu is missing or may not read the counters.
+    check : Check
+    """
+    from calmnb.profile.ncu import attach_measured
+    from calmnb.profile.ncu_step import measure_step
+
+    what, bound = "bytes measured / counted, worst weight kernel", within(BYTES_PERCENT)
+    say("measuring bytes with Nsight Compute")
+    try:
+        session, launches, _ = measure_step(
+            config, is_tied=is_tied, kv_dtype=kv_dtype, context=context, output=lambda line: None
+        )
+        table = attach_measured(session, launches)
+    except CalmnbError as error:
+        return [], Check(what, None, "%", bound, None, str(error))
+    rows: list[dict[str, Any]] = table.to_dict("records")  # type: ignore[assignment]
+    weights = [row for row in rows if row["stage"].startswith("matmul_") or row["stage"] == "output"]
+    worst = max(weights, key=lambda row: abs(row["measured_to_counted"] - 1))
+    off = 100 * (worst["measured_to_counted"] - 1)
+    note = (
+        f"{worst['stage']}: {worst['bytes_measured'] / 1e6:,.3f} MB measured, {worst['bytes_counted'] / 1e6:,.3f} counted; "
+        f"{session.config.n_layers if session.config else 0} layers, DRAM reads and writes from cold caches"
+    )
+    return rows, Check(what, off, "%", bound, abs(off) <= BYTES_PERCENT, note)
 
 
 def verify_model(model: Any, name: str, *, steps: int = 24, say: Say = lambda _: None) -> Fidelity:

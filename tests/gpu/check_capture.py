@@ -72,10 +72,8 @@ def event_pairs(engine: Any) -> None:
         for ns in (0, 5_000, 20_000):
             pairs, own = events.time_stays(60, ns, blocks)
             over = sorted(1e6 * (a - b) for a, b in zip(pairs, own, strict=True))
-            where = f"stay {ns} ns, {blocks} blocks"
-            print(
-                f"{where}: pair {us(pairs)}, itself {us(own)}, over {over[3]:.2f}..{statistics.median(over):.2f}..{over[-4]:.2f}"
-            )
+            where, low, high = f"stay {ns} ns, {blocks} blocks", over[3], over[-4]
+            print(f"{where}: pair {us(pairs)}, itself {us(own)}, over {low:.2f} {statistics.median(over):.2f} {high:.2f}")
             if not cupti_problem():
                 with trace_kernels() as records:
                     pairs, own = events.time_stays(60, ns, blocks)
