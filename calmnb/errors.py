@@ -15,7 +15,7 @@
     └── DownloadError      a model could not be fetched, or arrived damaged
 
 Every message says what was asked, what was found, what is accepted and what to do. Errors that a caller would
-treat alike share a class; a user's mistake never surfaces as anything but a :class:`CalmnbError`.
+treat alike share a class; a user's mistake never surfaces as anything but a `CalmnbError`.
 """
 
 from __future__ import annotations

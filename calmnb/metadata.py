@@ -72,7 +72,7 @@ def read_config(metadata: Mapping[str, str], settings: Mapping[str, Any], path: 
     metadata
         The file's, all strings.
     settings
-        What :func:`read_settings` returned: stop ids, rope scaling, sliding window.
+        What `read_settings` returned: stop ids, rope scaling, sliding window.
     path
         For messages.
 

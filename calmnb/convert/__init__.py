@@ -1,6 +1,6 @@
 """Conversion: a Hugging Face folder or a GGUF file becomes one `.calm` file, tensor by tensor.
 
-`hf` and `gguf_model` say what a checkpoint means (`source.Source`); :func:`convert` encodes and writes it.
+`hf` and `gguf_model` say what a checkpoint means (`source.Source`); `convert` encodes and writes it.
 """
 
 from __future__ import annotations

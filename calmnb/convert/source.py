@@ -1,6 +1,6 @@
 """What a checkpoint is to the converter, whatever format it came in: sizes, a tensor reader, and a recipe per tensor.
 
-Readers of formats (`hf`, `gguf_model`) fill in a :class:`Source`; `__init__.convert` writes it out. Matrices travel as
+Readers of formats (`hf`, `gguf_model`) fill in a `Source`; `__init__.convert` writes it out. Matrices travel as
 blocks of rows, so that nothing here holds a whole one.
 """
 
