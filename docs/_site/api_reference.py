@@ -6,7 +6,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PAGES", "api_nav", "api_pages", "module_file", "public_names"]
+__all__ = ["PAGES", "api_nav", "api_pages", "documented_as", "module_file", "public_names"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +82,20 @@ def public_names(module: str) -> tuple[str, ...]:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             return tuple(ast.literal_eval(node.value))
     raise ValueError(f"{module} has no __all__, so it has no public names; give it one or take it out of PAGES")
+
+
+def documented_as(path: str) -> str:
+    """Identifier under which the site documents a dotted name, or that of its class; empty if it does not."""
+    listed = {page for section in PAGES.values() for page in section}
+    if path in listed:
+        return path
+    words = path.split(".")
+    for i in range(len(words) - 1, 0, -1):
+        module, name = ".".join(words[:i]), words[i]
+        if module_file(module).is_file() and "__all__" in module_file(module).read_text(encoding="utf-8"):
+            known = name in public_names(module) and (module in listed or _home(module, name) in listed)
+            return f"{_definition(module, name)}.{name}" if known else ""
+    return ""
 
 
 def api_pages() -> dict[str, str]:
@@ -167,5 +181,16 @@ def _overview() -> str:
 
 
 def _table(module: str, names: tuple[str, ...] | list[str]) -> str:
-    rows = [f"| [`{name}`][{_definition(module, name)}.{name}] | `{_home(module, name)}` |" for name in names]
-    return "\n".join(["| name | documented in |", "|---|---|", *rows, ""])
+    rows = [
+        f"| [`{name}`][{_definition(module, name)}.{name}] | {_summary(_definition(module, name), name)} |" for name in names
+    ]
+    return "\n".join(["| name | |", "|---|---|", *rows, ""])
+
+
+def _summary(module: str, name: str) -> str:
+    """First sentence of the docstring of `name`; empty for a constant."""
+    for node in _tree(module).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+            paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
+            return " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
+    return ""
