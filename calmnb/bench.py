@@ -295,7 +295,22 @@ def _row(
 
 
 def measure_read(gpu: Any, *, nbytes: int = 4 << 30, repeats: int = 9) -> float:
-    """Bandwidth of a kernel that reads and does nothing else, GB/s: the best of a few grids, each the median of repeats."""
+    """Bandwidth of a kernel that reads and does nothing else.
+
+    Parameters
+    ----------
+    gpu
+        An open `calmnb.engine.cuda_device.CudaDevice`, such as ``model.engine.gpu``.
+    nbytes
+        Buffer, bytes; at most half of what is free. Far larger than any cache.
+    repeats
+        Timed reads of each grid, >= 1.
+
+    Returns
+    -------
+    float
+        GB/s (1e9 bytes): the best of three grids, each the median of its repeats.
+    """
     import ctypes
 
     from calmnb.engine.cuda_device import Launch
@@ -391,7 +406,15 @@ def format_rows(rows: Sequence[BenchRow]) -> str:
 
 
 def append_results(path: str | Path, rows: Sequence[BenchRow]) -> None:
-    """Add rows to a file of JSON lines; what is there stays."""
+    """Add rows to a file of JSON lines; what is there stays.
+
+    Parameters
+    ----------
+    path
+        The file; it and its folder are made if they are not there.
+    rows
+        One line each, with the fields of `BenchRow`.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:

@@ -191,6 +191,15 @@ def speed_of_light(
         For a session: which bandwidth the limit is computed with.
     dark
         For dark pages.
+
+    Returns
+    -------
+    Figure
+
+    Raises
+    ------
+    ConfigError
+        If nothing was given, or the session lacks a peak, the model's sizes or a decoded token.
     """
     theme = DARK if dark else LIGHT
     if isinstance(what, SpeedOfLight):
