@@ -20,7 +20,7 @@ from calmnb.profile.recorder import SessionRecorder, StepRecord
 from calmnb.profile.session import Session
 from calmnb.shapes import SHAPES, TIED, shape_config
 
-__all__ = ["CONTEXTS", "file_name", "profile_shape", "saved_path", "shape_session"]
+__all__ = ["CONTEXTS", "file_name", "gpu_problem", "profile_shape", "saved_file", "saved_path", "shape_session"]
 
 #: Contexts of the recordings that come with calmnb.
 CONTEXTS = (0, 500, 1000, 2000, 4000, 8000, 16000, 32000)
@@ -214,14 +214,25 @@ def saved_path(shape: str, dtype: str = "fp16", kv_dtype: str = "fp16", *, devic
     Raises
     ------
     FormatError
-        If it is in neither folder; the message names them.
+        If it is not in one of `DATA_FOLDERS`; the message names them.
     """
-    name = file_name(shape, dtype, kv_dtype, device=device)
+    return saved_file(file_name(shape, dtype, kv_dtype, device=device))
+
+
+def saved_file(name: str) -> Path:
+    """A file that comes with calmnb's notebooks.
+
+    Raises
+    ------
+    FormatError
+        If it is not in `DATA_FOLDERS`; the message names them.
+    """
     for folder in DATA_FOLDERS:
         if (folder / name).is_file():
             return folder / name
+    where = " or ".join(str(folder.resolve()) for folder in DATA_FOLDERS)
     raise FormatError(
-        f"the saved recording {name} is neither in {DATA_FOLDERS[0].resolve()} nor in {DATA_FOLDERS[1]}; run the notebook in "
+        f"the saved recording {name} is not in {where}; run the notebook in "
         "calmnb's folder notebooks/, which has it, or record one on a GPU with calmnb.profile.shape.profile_shape(...)"
     )
 
@@ -276,7 +287,7 @@ def shape_session(
     """
     if shape not in SHAPES:
         shape_config(shape)  # says which there are
-    problem = "recording was not asked for" if record is False else _gpu_problem()
+    problem = "recording was not asked for" if record is False else gpu_problem()
     if not problem:
         try:
             session = profile_shape(shape, dtype=dtype, kv_dtype=kv_dtype, **options)
@@ -295,7 +306,7 @@ def shape_session(
     return session
 
 
-def _gpu_problem() -> str:
+def gpu_problem() -> str:
     """Why there is nothing to record on, or an empty string."""
     from calmnb.engine import _cuda_problem
 

@@ -121,7 +121,7 @@ def test_without_a_gpu_the_saved_recording_is_shown_and_named(
     monkeypatch.setattr(shape, "DATA_FOLDERS", (tmp_path / "none", tmp_path))
     monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "CuPy is not installed")
     said: list[str] = []
-    with pytest.raises(FormatError, match=r"h200-smollm2-135m-fp8\.calmprof is neither in"):
+    with pytest.raises(FormatError, match=r"h200-smollm2-135m-fp8\.calmprof is not in"):
         shape_session(SHAPE, "fp8", say=said.append)
     saved = recorded()
     saved.save(tmp_path / file_name(SHAPE, "fp8", "fp16"))

@@ -1,0 +1,111 @@
+"""Outside tools on a shape: run where they are, shown as saved where they are not, and said which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from calmnb.errors import CalmnbError, FormatError
+from calmnb.profile import Session, read_nsys, shape
+from calmnb.profile.ncu import attach_measured
+from calmnb.profile.shape_tools import _SCRIPT, shape_ncu, shape_nsys
+from calmnb.shapes import shape_config
+from tests.nsys_files import report_of
+from tests.profile_fakes import noisy_recorder
+
+SHAPE, NAME = "smollm2-135m", "h200-ncu-smollm2-135m-fp8"
+CONFIG = shape_config(SHAPE, "fp8")
+
+
+def session() -> Session:
+    return noisy_recorder(CONFIG.replace(n_layers=2), tokens=5, device="NVIDIA H200", model=SHAPE).session()
+
+
+def ncu_csv(recording: Session) -> str:
+    """What ncu says of one step of `recording`: every kernel moves what it counts."""
+    lines = ['"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+    first = int(recording.steps.query("phase == 'decode' and not warmup")["step"].iloc[0])
+    rows = recording.events[recording.events["step"] == first].query("stage not in ('gap', 'sample')")
+    for i, row in enumerate(rows.to_dict("records")):
+        metrics = (("dram__bytes_read.sum", row["bytes_counted"]), ("dram__bytes_write.sum", 0))
+        lines += [f'"{i}","7","{row["kernel"]}(Args)","{name}","byte","{value}"' for name, value in metrics]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(shape, "DATA_FOLDERS", (tmp_path,))
+    return tmp_path
+
+
+def test_without_a_gpu_the_saved_counters_are_shown_beside_their_session(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "CuPy is not installed")
+    with pytest.raises(FormatError, match=f"{NAME}.csv is not in"):
+        shape_ncu(SHAPE, "fp8")
+    (data / f"{NAME}.csv").write_text(ncu_csv(session()))
+    session().save(data / f"{NAME}.calmprof")
+    said: list[str] = []
+    shown, launches = shape_ncu(SHAPE, "fp8", say=said.append)
+    assert said == ["smollm2-135m fp8, KV fp16: no GPU here; showing NVIDIA H200, measured on 2026-11-29"]
+    table = attach_measured(shown, launches)
+    assert table["measured_to_counted"].dropna().to_list() == pytest.approx([1.0] * table["measured_to_counted"].count())
+
+
+def test_with_ncu_it_is_measured_now(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "")
+    asked: dict[str, Any] = {}
+
+    def measure_step(config: Any, **options: Any) -> tuple[Session, str, str]:
+        asked.update(options)
+        return session(), "launches", ""
+
+    monkeypatch.setattr("calmnb.profile.ncu_step.measure_step", measure_step)
+    said: list[str] = []
+    assert shape_ncu(SHAPE, "fp8", context=77, say=said.append)[1] == "launches"
+    assert (asked["is_tied"], asked["context"], asked["kv_dtype"]) == (True, 77, "fp16")
+    assert said == ["smollm2-135m fp8, KV fp16: measured now by Nsight Compute on NVIDIA H200"]
+
+
+def test_where_a_tool_fails_its_reason_is_told_and_what_is_saved_shown(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise CalmnbError("the tool is not on the PATH")
+
+    monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "")
+    monkeypatch.setattr("calmnb.profile.ncu_step.measure_step", fail)
+    monkeypatch.setattr("calmnb.profile.nsight.nsys_script", fail)
+    (data / f"{NAME}.csv").write_text(ncu_csv(session()))
+    session().save(data / f"{NAME}.calmprof")
+    report_of(session(), data / "example-nsys-smollm2-135m-fp8.sqlite")
+    said: list[str] = []
+    shape_ncu(SHAPE, "fp8", say=said.append)
+    shape_nsys(SHAPE, "fp8", say=said.append)
+    assert "not measured here: the tool is not on the PATH; showing NVIDIA H200" in said[0]
+    assert "not run here: the tool is not on the PATH; showing an example in nsys's schema" in said[1]
+
+
+def test_the_example_report_has_the_recordings_kernels_ranges_and_times(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "CuPy is not installed")
+    recording = session()
+    report_of(recording, data / "example-nsys-smollm2-135m-fp8.sqlite", steps=2)
+    shown = shape_nsys(SHAPE, "fp8", say=lambda line: None)
+    assert shown.meta["device"] == "NVIDIA H200"
+    steps = recording.steps.query("phase == 'decode' and not warmup").head(2)
+    assert shown.steps["pos"].tolist() == steps["pos"].tolist()
+    mine = recording.events[recording.events["step"].isin(steps["step"])].query("stage != 'gap'")
+    theirs = shown.events.query("stage != 'gap'")
+    assert theirs["stage"].tolist() == mine["stage"].tolist()
+    assert theirs["layer"].tolist() == mine["layer"].tolist()
+    assert theirs["duration_s"].to_numpy() == pytest.approx(mine["duration_s"].to_numpy(), abs=2e-9)
+    inside = theirs[theirs["layer"] == 1].iloc[0]
+    assert inside["nvtx"] == f"decode pos={steps['pos'].iloc[0]} kv_len={steps['kv_len'].iloc[0]} > layer 1 > matmul_qkv"
+    assert read_nsys(data / "example-nsys-smollm2-135m-fp8.sqlite").events["bytes_min"].sum() == mine["bytes_min"].sum()
+
+
+def test_the_script_for_nsys_is_python_that_records_inside_the_range() -> None:
+    code = _SCRIPT.format(shape=SHAPE, dtype="fp8", kv_dtype="fp16", context=5)
+    compile(code, "cell.py", "exec")
+    first, last = code.index("profiler(True)"), code.index("profiler(False)")
+    assert code.count("decode_many") == 2
+    assert first < code.rindex("decode_many") < last
