@@ -6,7 +6,7 @@
 // weight_peak      largest |weight| of a tensor, as float bits in an integer maximum. Any grid x 256.
 // read_bytes       reads a buffer and does nothing else: what "measured peak" means. Grid = residency.
 // collect_stamps   moves the stamps of a step into its row of the ring in host memory and resets them. Grid 1 x 256.
-// hold             keeps the stream busy until the host has queued what follows, but never for long. Grid 1 x 32.
+// hold_stream      keeps the stream busy until the host has queued what follows, but never for long. Grid 1 x 32.
 // stay             runs for a time of the caller's choice and says how long it was: calibrates other clocks. Any grid x 256.
 
 #include "common.cuh"
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(256) collect_stamps(const __grid_co
 }
 
 // flag is host memory; until it has reached `wanted` (counting round), or limit_ns have passed.
-extern "C" __global__ void __launch_bounds__(32) hold(const volatile u32* flag, u32 wanted, u64 limit_ns) {
+extern "C" __global__ void __launch_bounds__(32) hold_stream(const volatile u32* flag, u32 wanted, u64 limit_ns) {
   const u64 begun = global_timer();
   while (static_cast<int>(*flag - wanted) < 0 && global_timer() - begun < limit_ns) __nanosleep(100);
 }

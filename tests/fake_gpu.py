@@ -116,7 +116,7 @@ class ClockedGpu(FakeGpu):
 
     def _run(self, launches: Sequence[Launch]) -> None:
         for one in launches:
-            if one.kernel.name == "hold":
+            if one.kernel.name == "hold_stream":
                 continue
             begun = self.ticks
             if isinstance(one.args[0], CollectArgs):

@@ -104,11 +104,16 @@ class StepRanges:
         self._push(kernel.stage, payload=self._bytes(kernel))
         self._at = at
 
+    def leave(self) -> None:
+        """Close the ranges of layer and stage."""
+        self._pop_to(1)
+        self._at = None
+
     def follow(self, kernel: Kernel) -> None:
         """Open the ranges of what a batch of prompt tokens does after `kernel`."""
         order = ("matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down")
         if kernel.stage == "output":
-            self._pop_to(1)
+            self.leave()
         elif kernel.stage in order[:-1]:
             self.enter(Kernel(order[order.index(kernel.stage) + 1], kernel.layer, ""))  # type: ignore[arg-type]
         elif kernel.layer + 1 < self._config.n_layers:
@@ -151,7 +156,7 @@ class EventSteps:
     def __init__(self, gpu: Gpu, kernels: KernelSet, config: ModelConfig, kv_dtype: str) -> None:
         self._gpu = gpu
         self._config, self._kv_dtype = config, kv_dtype
-        self._hold_kernel, self._stay_kernel = (kernels(KernelSpec(name, "cache.cu")) for name in ("hold", "stay"))
+        self._hold_kernel, self._stay_kernel = (kernels(KernelSpec(name, "cache.cu")) for name in ("hold_stream", "stay"))
         self._flag = gpu.pinned(64).view(np.uint32)
         self._ticket = 0
         self._alone: dict[int, tuple[StepProgram, tuple[Launch, ...]]] = {}
@@ -166,6 +171,7 @@ class EventSteps:
         began = time.perf_counter()
         with StepRanges(self._config, self._kv_dtype, phase, pos, kv_len) as ranges:
             for first in range(0, len(launches), _GROUP):
+                ranges.leave()
                 self._hold()
                 for i in range(first, min(first + _GROUP, len(launches))):
                     ranges.enter(program.kernels[i])

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from calmnb.engine.base import STAGES, Kernel, Phase, Stage
 
 __all__ = [
+    "HOLD_KERNEL",
     "STEP_KERNELS",
     "DecodeStep",
     "StepRange",
@@ -29,6 +30,9 @@ __all__ = [
 
 #: Matches the names of the kernels of calmnb's decode steps, and of no others of calmnb's.
 STEP_KERNELS = "^(embed|rotate_sinks|attention|matvec_.*|sample_.*|collect_stamps)$"
+
+#: Keeps the stream busy while the engine queues kernels between CUDA events (`calmnb.engine.cuda_events`).
+HOLD_KERNEL = "hold_stream"
 
 _STEP = re.compile(r"(decode|prefill|token)(?=$|[\s:#=@])", re.IGNORECASE)
 _LAYER = re.compile(r"layers?[\s._:#=]*(\d{1,6})$", re.IGNORECASE)

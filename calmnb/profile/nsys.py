@@ -21,7 +21,15 @@ import pandas as pd
 from calmnb.config import KvDtype, ModelConfig
 from calmnb.engine.base import Kernel, Phase, Stage
 from calmnb.errors import ConfigError, FormatError
-from calmnb.profile.attribution import StepRange, find_steps, kernel_name, layer_of_range, stage_of_range, step_of_range
+from calmnb.profile.attribution import (
+    HOLD_KERNEL,
+    StepRange,
+    find_steps,
+    kernel_name,
+    layer_of_range,
+    stage_of_range,
+    step_of_range,
+)
 from calmnb.profile.describe import config_to_dict, versions
 from calmnb.profile.device import datasheet_peak
 from calmnb.profile.nsys_file import GpuKernel, NsysReport, NvtxRange, read_report
@@ -111,7 +119,9 @@ def _of_device(report: NsysReport, device: int | None, path: Path) -> tuple[list
     chosen = busy.most_common(1)[0][0] if device is None else device
     if chosen not in busy:
         raise ConfigError(f"device is {device}; {path} has kernels of {', '.join(map(str, sorted(busy)))}")
-    return [kernel for kernel in report.kernels if kernel.device == chosen], chosen
+    mine = [kernel for kernel in report.kernels if kernel.device == chosen]
+    # What keeps calmnb's stream busy while kernels are queued between events is no work of any step.
+    return [kernel for kernel in mine if kernel_name(kernel.name) != HOLD_KERNEL] or mine, chosen
 
 
 def _group(kernels: Sequence[GpuKernel]) -> tuple[list[_Group], bool]:

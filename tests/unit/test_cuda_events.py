@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,15 @@ from calmnb.config import ModelConfig
 from calmnb.engine import cuda, cuda_graphs
 from calmnb.engine.cuda_events import step_name
 from calmnb.engine.cuda_stamps import STAMP_ROWS, StampRing
-from calmnb.engine.stages import stage_cost
+from calmnb.engine.stages import stage_cost, step_cost
 from calmnb.errors import ConfigError
 from calmnb.kernels import CompiledKernel, KernelSpec, Resources
 from calmnb.profile.attribution import layer_of_range, stage_of_range, step_of_range
+from calmnb.profile.nsys import read_nsys
 from calmnb.sampler import Sampling
 from tests.engine_models import random_weights
 from tests.fake_gpu import ClockedGpu
+from tests.nsys_files import ReportFile
 
 CONFIG = ModelConfig("llama", "fp16", 64, 128, 16, 2, 4, 2, 96, rotary_dim=16)
 
@@ -201,7 +205,7 @@ def test_the_same_kernels_run_one_by_one(ranges: Any) -> None:
     engine, _ = open_engine("events", gpu)
     gpu.launched.clear()
     list(engine.decode_many(3, 0, 1))
-    mine = [one for one in gpu.launched if one.kernel.name != "hold"]
+    mine = [one for one in gpu.launched if one.kernel.name != "hold_stream"]
     program = engine.program("greedy", short=True)
     assert [one.kernel for one in mine] == [one.kernel for one in program.launches]
     assert not any(one.dependent for one in mine)
@@ -213,7 +217,7 @@ def test_the_stream_is_held_while_a_group_of_kernels_is_queued(ranges: Any) -> N
     gpu.launched.clear()
     list(engine.decode_many(3, 0, 1))
     names = [one.kernel.name for one in gpu.launched]
-    holds = [i for i, name in enumerate(names) if name == "hold"]
+    holds = [i for i, name in enumerate(names) if name == "hold_stream"]
     assert len(holds) == 1 + -(-(2 + 30 * 5 + 1) // 64)  # once to measure an empty pair
     flag = engine.runner.events._flag[0]
     assert flag == gpu.launched[holds[-1]].args[1].value, "the last group is never let go"
@@ -297,6 +301,42 @@ def test_ranges_are_closed_when_a_launch_fails(ranges: Any) -> None:
     with pytest.raises(RuntimeError):
         list(engine.decode_many(3, 1, 1))
     assert sys.modules["nvtx"].stack == []
+
+
+def test_nsys_sees_steps_layers_stages_and_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the engine tells NVTX and CUDA, written as a report of Nsight Systems and read back."""
+    gpu, report, host = ClockedGpu(kernel_s=10e-6), ReportFile(tmp_path / "r.sqlite"), itertools.count(1)
+    opened: list[tuple[str, int, int | None]] = []
+
+    def pop(*, domain: str) -> None:
+        text, start, payload = opened.pop()
+        report.push(text, start, next(host), payload=payload)
+
+    push = lambda text, *, domain, payload=None: opened.append((text, next(host), payload))  # noqa: E731
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(push_range=push, pop_range=pop))
+    run = gpu.on_launch
+
+    def traced(launches: Any) -> None:
+        began = gpu.now * 1e6
+        run(launches)
+        for one in launches:
+            report.launch(
+                one.kernel.name, next(host) + 0.1, began + 1e4, gpu.now * 1e6 + 1e4 + (one.kernel.name == "hold_stream")
+            )
+
+    engine, _ = open_engine("events", gpu, n_layers=14)  # more kernels than are queued at once
+    gpu.on_launch = traced
+    engine._positions.end = 12
+    list(engine.decode_many(3, 12, 3))
+    session = read_nsys(report.write())
+    assert session.steps["pos"].tolist() == [12, 13, 14]
+    assert session.steps["kv_len"].tolist() == [13, 14, 15]
+    rows = session.events[(session.events["step"] == 1) & (session.events["stage"] != "gap")]
+    program = engine.program_at("greedy", 13)
+    assert list(zip(rows["stage"], rows["layer"], strict=True)) == [(k.stage, k.layer) for k in program.kernels]
+    np.testing.assert_allclose(rows["duration_s"], 10e-6, atol=2e-9)
+    config = CONFIG.replace(n_layers=14)
+    assert session.steps["bytes_min"].tolist() == [step_cost(config, n).bytes_min for n in (13, 14, 15)]
 
 
 def test_names_of_ranges_are_read_back() -> None:
