@@ -90,7 +90,9 @@ def test_every_public_name_is_documented(site: Path) -> None:
     known: set[str] = set()
     for page in (site / "api").rglob("index.html"):
         known |= Assets(page.read_text(encoding="utf-8")).ids
-    assert not [identifier for identifier in known if re.match(r"calmnb\..*\._(?!_)", identifier)], "private names are documented"
+    assert not [identifier for identifier in known if re.match(r"calmnb\..*\._(?!_)", identifier)], (
+        "private names are documented"
+    )
     listed = [module for section in API_PAGES.values() for module in section]
     for module in ["calmnb", *listed]:
         for name in public_names(module):
@@ -207,10 +209,11 @@ def table_rows(text: str) -> dict[str, list[str]]:
 def test_readme_and_site_give_the_same_measured_numbers() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     section = readme.partition("### NVIDIA H200")[2].partition("\n### ")[0]
-    there, here = table_rows(section), table_rows(TEXTS["measured/h200.md"])
-    assert there
-    for row, cells in there.items():
-        assert here.get(row, [None])[0] == cells[0], f"README and docs/measured/h200.md differ in {row}"
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    there = TEXTS["measured/h200.md"].splitlines()
+    assert len(rows) > 9
+    for row in rows:
+        assert row in there, f"README has this row of the H200's table, docs/measured/h200.md has not: {row}"
 
 
 @pytest.mark.parametrize(
