@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["telemetry"]
 
-_PANELS = (("power_w", "power, W"), ("sm_mhz", "SM clock, MHz"), ("temperature_c", "temperature, °C"))
+_PANELS = (("power_w", "power, W"), ("sm_mhz", "SM clock, MHz"), ("temperature_c", "GPU, °C"))
 
 
 def telemetry(session: Session, *, dark: bool = False) -> CalmFigure:
@@ -47,7 +47,7 @@ def telemetry(session: Session, *, dark: bool = False) -> CalmFigure:
     theme = DARK if dark else LIGHT
     joules = known.get("energy_per_token_j")
     title = f"Energy per token: {joules:.3g} J" if joules else "Power and clocks while recording"
-    figure = new_figure(title, _caption(session, known), theme, height=4.4)
+    figure = new_figure(title, _caption(session, known), theme, height=5.2)
     panels = figure.subplots(len(_PANELS), 1, sharex=True)
     for axes, (column, label) in zip(panels, _PANELS, strict=True):
         style_axes(axes, theme, y=label, grid="y")
