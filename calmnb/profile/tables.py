@@ -47,6 +47,7 @@ TABLE_COLUMNS: dict[str, dict[str, str]] = {
         "min_us": "shortest call",
         "median_us": "median call",
         "max_us": "longest call",
+        "overlap_us": "mean time of a call beside the kernel before it, microseconds: duration less exclusive time",
         "share_percent": "part of all steps' time",
         "gb_per_s": "bytes_min over exclusive time, median of the calls; GB = 1e9 bytes",
         "percent_of_peak": "gb_per_s over the peak asked for",
@@ -168,7 +169,8 @@ def kernels(
     """
     chosen = selected_steps(steps, phase)
     rows = _of_steps(events, chosen)
-    rows = rows.assign(gb_per_s=_ratio(rows["bytes_min"], rows["exclusive_s"]) / 1e9)
+    beside = (rows["duration_s"] - rows["exclusive_s"]).clip(lower=0.0)
+    rows = rows.assign(gb_per_s=_ratio(rows["bytes_min"], rows["exclusive_s"]) / 1e9, overlap_s=beside)
     by = rows.groupby(["kernel", "stage"], observed=True)
     seconds = by["exclusive_s"]
     total, moved, flops = seconds.sum(), by["bytes_min"].sum(), by["flops"].sum()
@@ -181,6 +183,7 @@ def kernels(
             "min_us": seconds.min() * 1e6,
             "median_us": seconds.median() * 1e6,
             "max_us": seconds.max() * 1e6,
+            "overlap_us": by["overlap_s"].mean() * 1e6,
             "share_percent": 100.0 * total / max(float(chosen["duration_s"].sum()), 1e-300),
             "gb_per_s": by["gb_per_s"].median(),
         }

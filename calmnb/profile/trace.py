@@ -60,6 +60,7 @@ def chrome_trace(session: Session) -> dict[str, Any]:
             "kernel": row.kernel, "layer": row.layer, "pos": row.pos, "bytes_min": row.bytes_min,
             "bytes_counted": row.bytes_counted, "flops": row.flops, "gb_per_s": round(rate, 3),
             "exclusive_us": round(row.exclusive_s * 1e6, 3), "source": row.source,
+            "overlap_us": round(max(row.duration_s - row.exclusive_s, 0.0) * 1e6, 3),
         }  # fmt: skip
         overlaps = row.start_s < busy_until - 1e-9
         overlapped |= overlaps

@@ -94,6 +94,17 @@ def test_kernels_count_calls_and_spread(session: Session) -> None:
     assert row["gb_per_s"] == pytest.approx(QKV / 4e-6 / 1e9, rel=1e-4)
 
 
+def test_kernels_say_how_long_they_ran_beside_the_one_before() -> None:
+    recorder = SessionRecorder(meta_of(TINY, settings={"warmup": 0}))
+    rows = (Kernel("matmul_qkv", 0, "a"), Kernel("attention", 0, "b"))
+    starts, ends = np.array([0.0, 2e-6]), np.array([5e-6, 9e-6])
+    for i in range(2):
+        recorder.add("decode", i, i + 1, 1, rows, starts + i, ends + i, float(i), i + 9e-6)
+    table = recorder.session().kernels().set_index("kernel")
+    assert table.loc[["a", "b"], "overlap_us"].to_numpy() == pytest.approx([0.0, 3.0], abs=1e-6)
+    assert table.loc[["a", "b"], "mean_us"].to_numpy() == pytest.approx([5.0, 4.0], abs=1e-6)
+
+
 def test_kernels_come_most_expensive_first(session: Session) -> None:
     assert session.kernels()["total_ms"].is_monotonic_decreasing
 
