@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +23,10 @@ from calmnb.cli.common import (
     print_json,
     resolve_model,
 )
+from calmnb.errors import ConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from calmnb.profile import Session
 
 __all__ = ["bandwidth", "bench", "profile"]
 
@@ -56,6 +61,14 @@ def profile(
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace (open it in Perfetto).")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the event table as CSV.")] = None,
     plots: Annotated[Path | None, typer.Option("--plots", help="Write every figure as PNG into this folder.")] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", help="In place of a model: random weights of this shape on a GPU."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="Weights of the shape: fp16, fp8 or gf4.")] = "fp16",
+    contexts: Annotated[
+        list[int] | None, typer.Option("--at", min=0, help="With --shape: positions cached before a run; may be given again.")
+    ] = None,
     source: Annotated[
         str | None, typer.Option("--source", help="How a GPU's kernels are timed: stamps, stamps-light, events or cupti.")
     ] = None,
@@ -67,15 +80,22 @@ def profile(
 ) -> None:
     """Decode with every kernel timed, and print where the time and the bytes went.
 
+    With --shape, a 512-token prompt and some tokens at each context are recorded, ten times in turns.
+
     Example: `calmnb profile demo:gf4 -n 128 --trace trace.json --plots figures`
+
+    Example: `calmnb profile --shape mistral-7b --dtype fp8 --at 0 --at 4000 -n 6 -o mistral.calmprof`
     """
     from calmnb.demo import print_stages, write_plots
     from calmnb.profile import profile as capture
     from calmnb.profile.capture import GPU_SOURCES
 
     chosen = one_of("--source", source, (*GPU_SOURCES, "cpu")) if source else None
-    with load_model(model, device=device, threads=threads, context=context, kv_dtype=kv_dtype) as loaded:
-        session = capture(loaded, [{"role": "user", "content": prompt}], tokens=tokens, source=chosen)
+    if shape:
+        session = _profile_shape(shape, dtype, kv_dtype, contexts or [0], tokens, chosen)
+    else:
+        with load_model(model, device=device, threads=threads, context=context, kv_dtype=kv_dtype) as loaded:
+            session = capture(loaded, [{"role": "user", "content": prompt}], tokens=tokens, source=chosen)
     if output:
         session.save(output)
     if trace:
@@ -93,6 +113,27 @@ def profile(
     written = [str(path) for path in (output, trace, csv, plots) if path]
     if written:
         error_console().print(f"[dim]wrote {', '.join(written)}[/]", highlight=False, soft_wrap=True)
+
+
+def _profile_shape(shape: str, dtype: str, kv_dtype: str, contexts: Sequence[int], tokens: int, source: str | None) -> Session:
+    """Record random weights on a GPU, telling on stderr how far it is."""
+    from calmnb.config import KV_DTYPES, WEIGHT_DTYPES
+    from calmnb.profile.shape import gpu_problem, profile_shape
+
+    if source not in (None, "stamps"):
+        raise ConfigError(f"--source is {source!r}; a shape is timed by stamps: leave the option out")
+    if problem := gpu_problem():
+        raise DeviceError(f"a shape runs with random weights made on a GPU: {problem}; profile a .calm file on the CPU instead")
+    notes = error_console()
+    return profile_shape(
+        shape,
+        dtype=one_of("--dtype", dtype, WEIGHT_DTYPES),
+        kv_dtype=one_of("--kv-dtype", kv_dtype, KV_DTYPES),
+        contexts=contexts,
+        tokens=tokens,
+        warmup=min(2, tokens - 1),
+        progress=lambda line: notes.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True),
+    )
 
 
 @app.command()

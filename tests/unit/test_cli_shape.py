@@ -1,0 +1,61 @@
+"""``calmnb profile --shape``: random weights on a GPU, from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from calmnb.cli import app
+from calmnb.profile import Session, shape
+from tests.profile_fakes import SMOL, noisy_recorder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def profile_shape(name: str, **options: Any) -> Session:
+        seen.update(options, name=name)
+        options["progress"]("making random weights")
+        return noisy_recorder(SMOL.replace(n_layers=2), tokens=5, model=name).session()
+
+    monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "")
+    monkeypatch.setattr(shape, "profile_shape", profile_shape)
+    return seen
+
+
+def test_a_shape_is_recorded_and_saved(asked: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "m.calmprof"
+    command = ["profile", "--shape", "mistral-7b", "--dtype", "fp8", "--at", "0", "--at", "4000", "-n", "6", "-o", str(out)]
+    result = CliRunner().invoke(app, [*command, "--kv-dtype", "fp8"])
+    assert result.exit_code == 0, result.output
+    assert asked["name"] == "mistral-7b"
+    assert (asked["dtype"], asked["kv_dtype"], asked["contexts"]) == ("fp8", "fp8", [0, 4000])
+    assert (asked["tokens"], asked["warmup"]) == (6, 2)
+    assert Session.load(out).meta["model"] == "mistral-7b"
+    assert "making random weights" in result.stderr
+    assert "tok/s" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--dtype", "int4"], "--dtype is 'int4'; accepted are fp16, fp8, gf4"),
+        (["--kv-dtype", "gf4"], "--kv-dtype is 'gf4'"),
+        (["--source", "events"], "a shape is timed by stamps"),
+    ],
+)
+def test_what_is_not_accepted_is_one_line(asked: dict[str, Any], options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["profile", "--shape", "mistral-7b", *options])
+    assert result.exit_code != 0
+    assert words in str(result.exception)
+    assert not asked
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "CuPy is not installed")
+    result = CliRunner().invoke(app, ["profile", "--shape", "mistral-7b"])
+    assert "random weights made on a GPU: no GPU here" in str(result.exception)
