@@ -27,6 +27,7 @@ CONTEXTS = (0, 500, 1000, 2000, 4000, 8000, 16000, 32000)
 #: Where saved recordings are looked for: beside the notebook, then in the checkout.
 DATA_FOLDERS = (Path("data"), Path(__file__).resolve().parents[2] / "notebooks" / "data")
 
+_GRAPH_STEPS = 48  # enough that the launch of the first hardly counts
 _WATCHED = 4000  # power is watched at the longest context up to this one
 _WATCH_S = 1.25
 
@@ -96,14 +97,14 @@ def profile_shape(
     say = progress or (lambda line: None)
     config = shape_config(shape, dtype)
     say(f"{shape} {dtype}, {kv_dtype} KV: making random weights")
-    longest = max(*contexts, prompt) + tokens + 1
+    longest = max(*contexts, prompt) + max(tokens, _GRAPH_STEPS) + 1
     with open_random_engine(
         config, is_tied=shape in TIED, seq_len=longest, kv_dtype=kv_dtype, progress=progress, **options
     ) as engine:
         settings = {"warmup": warmup, "tokens": tokens, "rounds": rounds, "prompt": prompt, "weights": "random"}
         recorder = SessionRecorder(SimpleNamespace(engine=engine), model=shape, settings=settings)
         readings = [_read_rate(engine)]
-        recorder.meta["graph_us"] = _graph_times(engine, contexts, tokens)
+        recorder.meta["graph_us"] = _graph_times(engine, contexts)
         for turn in range(-1, rounds):  # the first compiles stamped kernels and captures their graphs
             say(f"round {turn + 1} of {rounds}" if turn >= 0 else "warming up")
             _go_through(engine, recorder, contexts, tokens, prompt, is_kept=turn >= 0)
@@ -126,15 +127,15 @@ def _read_rate(engine: Any) -> float:
     return measure_read(engine.gpu)
 
 
-def _graph_times(engine: Any, contexts: Sequence[int], tokens: int) -> dict[str, float]:
-    """Microseconds of a step without recording at each context, median of seven."""
+def _graph_times(engine: Any, contexts: Sequence[int]) -> dict[str, float]:
+    """Microseconds of a step without recording at each context: median of seven times many steps back to back."""
     import statistics
 
     times: dict[str, float] = {}
     for context in contexts:
         engine.pretend_cached(context)
-        engine.time_graph(context, tokens)  # the first captures the graph
-        each = [engine.time_graph(context, tokens) for _ in range(7)]
+        engine.time_graph(context, _GRAPH_STEPS)  # the first captures the graph
+        each = [engine.time_graph(context, _GRAPH_STEPS) for _ in range(7)]
         times[str(context)] = round(statistics.median(each) * 1e6, 3)
     return times
 

@@ -67,7 +67,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"contexts": arguments.at, "tokens": arguments.tokens, "rounds": arguments.rounds}
     begun = time.perf_counter()
-    count = compile_ahead(arguments.shapes, max(arguments.at) + arguments.tokens + 1)
+    count = compile_ahead(arguments.shapes, max(arguments.at) + 49)
     print(f"{count} kernels compiled in {time.perf_counter() - begun:.1f} s", flush=True)
     total = 0
     for shape in arguments.shapes:
