@@ -128,7 +128,7 @@ class ProfileView(StaticFallback):
     lanes = traitlets.Enum(_LANES, "layer").tag(sync=True)
     live = traitlets.Bool(False).tag(sync=True)
     notice = traitlets.Unicode("").tag(sync=True)
-    selection = traitlets.Bytes(b"").tag(sync=True)
+    selection = traitlets.Bytes(b"").tag(sync=True, from_json=lambda value, _widget: bytes(value or b""))
 
     def __init__(
         self,

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser.lab import REPOSITORY, Notebook, browser, jupyter_lab, missing, notebook_json
+from tests.browser.lab import REPOSITORY, Notebook, notebook_json
 
 # One run in about fifteen loses JupyterLab's first message on a busy machine, whatever the notebook holds: one more try.
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.flaky(reruns=1)]
@@ -19,37 +18,6 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.flaky(r
 ATTACK = "<img src=x onerror=\"window.pwned=1\"><svg onload='window.pwned=2'></script><script>window.pwned=3</script>"
 FAKE = "from tests.fake_model import FakeModel\nfrom calmnb.widgets import ChatWidget\n"
 LONG = "('The sky is blue because molecules of air scatter short waves far more than long ones. ' * 40)"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("lab")
-
-
-@pytest.fixture(scope="module")
-def lab(folder: Path) -> Iterator[str]:
-    reason = missing()
-    if reason and os.environ.get("CALMNB_REQUIRE_BROWSER") != "1":
-        pytest.skip(reason)
-    assert not reason, reason
-    settings = folder / ".jupyter-test" / "settings" / "@jupyter-widgets" / "jupyterlab-manager" / "plugin.jupyterlab-settings"
-    settings.parent.mkdir(parents=True)
-    settings.write_text('{"saveState": true}')
-    with jupyter_lab(folder) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
-def chromium(lab: str) -> Iterator[Any]:
-    with browser() as made:
-        yield made
-
-
-@pytest.fixture
-def page(chromium: Any) -> Iterator[Any]:
-    context = chromium.new_context(viewport={"width": 1440, "height": 1240}, accept_downloads=True)
-    yield context.new_page()
-    context.close()
 
 
 def opened(page: Any, lab: str, folder: Path, name: str, *cells: str) -> Notebook:
@@ -310,3 +278,27 @@ def test_themes_widths_and_keyboard(page: Any, lab: str, folder: Path) -> None:
     notebook.chat().locator(".cn-token").nth(5).hover()
     page.wait_for_function("() => document.querySelector('.calmnb-chat .cn-tip').innerText.includes('position')", polling=100)
     assert "GB/s" in notebook.chat().locator(".cn-tip").inner_text()
+
+
+def test_the_recording_opens_in_a_profile_view_below_the_chat(page: Any, lab: str, folder: Path) -> None:
+    code = FAKE + f"chat = ChatWidget(FakeModel({ATTACK!r} * 3, 'Blue. ' * 30), peak=20)\nchat"
+    notebook = opened(page, lab, folder, "profile.ipynb", code, "chat.ask('Sky?'); None")
+    chat = notebook.chat()
+    chat.get_by_role("button", name="Open in ProfileView").click()
+    page.wait_for_selector(".calmnb-chat .calmnb-profile .cn-step-name b")
+    view = chat.locator(".calmnb-profile")
+    before = int(view.evaluate("(node) => node.dataset.rows"))
+    assert before > 1000
+    assert "Fake CPU" in view.locator(".cn-chips").inner_text()
+    notebook.say("Again?")
+    page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2", polling=100)
+    notebook.wait_status("ready")
+    view.get_by_role("button", name="Refresh").click()
+    page.wait_for_function("n => Number(document.querySelector('.calmnb-profile').dataset.rows) > n", arg=before, polling=100)
+    notebook.command("docmanager:save")
+    notebook.open()
+    page.wait_for_selector(".calmnb-chat .calmnb-profile .cn-step-name b")  # still there after the page was loaded again
+    chat.get_by_role("button", name="close", exact=True).click()
+    page.wait_for_function("() => !document.querySelector('.calmnb-chat .calmnb-profile')", polling=100)
+    assert page.evaluate("() => window.pwned") is None
+    assert notebook.errors == []

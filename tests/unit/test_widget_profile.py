@@ -118,7 +118,7 @@ def test_a_step_that_is_larger_than_the_limit_is_shown_all_the_same() -> None:
 def test_what_is_selected_in_the_browser_is_a_frame(session: Session) -> None:
     view = ProfileView(session, step=4)
     assert view.selected["step"].unique().tolist() == [4]
-    view.selection = np.array([0, 2, 10**6], "<u4").tobytes()
+    view.set_state({"selection": memoryview(np.array([0, 2, 10**6], "<u4").tobytes())})  # as a message brings it
     assert view.selected["stage"].tolist() == ["embed", "attention"]
     view.selection = b""
     view.scope = "all"

@@ -37,6 +37,7 @@ export class StepStrip {
   destroy() {
     this.observer.disconnect();
     this.callOff?.();
+    clearTimeout(this.retry);
   }
 
   set(rec, step, scope) {
@@ -88,7 +89,12 @@ export class StepStrip {
 
   draw() {
     const width = this.plot.clientWidth;
-    if (!width) return;
+    if (!width) {  // out of the page for a moment
+      this.misses = (this.misses || 0) + 1;
+      if (this.misses < 50) this.retry = setTimeout(() => this.invalidate(), 200);
+      return;
+    }
+    this.misses = 0;
     const ratio = window.devicePixelRatio || 1;
     Object.assign(this.canvas, { width: Math.round(width * ratio), height: Math.round(HEIGHT * ratio) });
     const ctx = this.canvas.getContext("2d");

@@ -75,7 +75,7 @@ export class VirtualTable {
 
   /** Show other rows: `n` of them with these columns, of which `subset` (indices) is on show; the order is kept. */
   set(columns, n, subset = null) {
-    const names = (list) => list.map((c) => `${c.key}|${c.title}|${c.width}`).join();
+    const names = (list) => list.map((c) => `${c.key}|${c.title}|${c.width}|${c.help}`).join();
     const isNew = names(columns) !== names(this.columns);
     this.columns = columns;
     this.version += 1;

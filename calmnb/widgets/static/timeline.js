@@ -28,6 +28,7 @@ export class Timeline {
   build() {
     this.canvas = h("canvas", { class: "cn-canvas" });
     this.plot = h("div", { class: "cn-timeline", tabIndex: 0 }, this.canvas);
+    this.plot.calmTimeline = this;
     this.plot.setAttribute("role", "application");
     this.plot.setAttribute("aria-roledescription", "timeline");
     this.strip = h("canvas", { class: "cn-canvas" });
@@ -53,6 +54,7 @@ export class Timeline {
   destroy() {
     this.observer.disconnect();
     this.callOff?.();
+    clearTimeout(this.retry);
   }
 
   /** Show a recording: {rec, scope, step, lanes, wall}. Keeps the zoom where the domain is the same; returns whether it isn't. */
@@ -134,7 +136,14 @@ export class Timeline {
 
   render() {
     if (this.stale) this.width = this.plot.clientWidth;
-    if (!this.rec || !this.width) return;
+    if (!this.rec) return;
+    if (!this.width) {
+      // Out of the page for a moment (JupyterLab does that while it changes themes): no observer may tell of the return.
+      this.misses = (this.misses || 0) + 1;
+      if (this.misses < 50) this.retry = setTimeout(() => this.invalidate(true), 200);
+      return;
+    }
+    this.misses = 0;
     this.painter.render(this.stale);
     this.stale = false;
   }
