@@ -7,7 +7,7 @@
 // read_bytes       reads a buffer and does nothing else: what "measured peak" means. Grid = residency.
 // collect_stamps   moves the stamps of a step into its row of the ring in host memory and resets them. Grid 1 x 256.
 // hold_stream      keeps the stream busy until the host has queued what follows, but never for long. Grid 1 x 32.
-// stay             runs for a time of the caller's choice and says how long it was: calibrates other clocks. Any grid x 256.
+// hold_time        runs for a time of the caller's choice and says how long it was: calibrates other clocks. Any grid x 256.
 
 #include "common.cuh"
 #include "quant.cuh"
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32) hold_stream(const volatile u32*
 }
 
 // stamp: first block's start, last block's end; largest and smallest number before.
-extern "C" __global__ void __launch_bounds__(256) stay(u64 ns, u64* stamp) {
+extern "C" __global__ void __launch_bounds__(256) hold_time(u64 ns, u64* stamp) {
   const u64 begun = global_timer();
   while (global_timer() - begun < ns) {
   }

@@ -118,6 +118,9 @@ class ClockedGpu(FakeGpu):
         for one in launches:
             if one.kernel.name == "hold_stream":
                 continue
+            if one.kernel.name == "hold_time":
+                self._stay(*(a.value for a in one.args))
+                continue
             begun = self.ticks
             if isinstance(one.args[0], CollectArgs):
                 self._collect(one.args[0])
@@ -129,6 +132,12 @@ class ClockedGpu(FakeGpu):
         samples = [one for one in launches if one.kernel.name == "sample_max"]
         if samples:
             deliver(samples, self.choose)
+
+    def _stay(self, ns: int, slot: int) -> None:
+        pair = (ctypes.c_uint64 * 2).from_address(slot)
+        pair[0] = self.ticks
+        self.now += ns * 1e-9
+        pair[1] = self.ticks
 
     @property
     def ticks(self) -> int:

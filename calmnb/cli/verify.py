@@ -96,9 +96,10 @@ def _measure(
             found = verify_engine(engine, shape, **options)
         return _with_bytes(found, config, shape in TIED, kv, at, with_ncu)
     with load_model(model, device=device, threads=threads, kv_dtype=kv_dtype, context=seq_len) as loaded:
+        name = Path(model).stem if model.endswith(".calm") else model
         if loaded.engine.info.engine != "cuda":
-            return verify_model(loaded, model, steps=min(steps, 24), say=_say)
-        found = verify_engine(loaded.engine, model, **options)
+            return verify_model(loaded, name, steps=min(steps, 24), say=_say)
+        found = verify_engine(loaded.engine, name, **options)
         config, is_tied = loaded.engine.config, loaded.file.weights.is_tied
     return _with_bytes(found, config, is_tied, kv_dtype, at, with_ncu)
 

@@ -37,7 +37,7 @@ DOMAIN = "calmnb"
 #: Kernels queued while the stream is held: a stream takes about a thousand launches before it makes the host wait.
 _GROUP = 64
 _LIMIT_NS = 20_000_000
-_CALIBRATION = 65
+_CALIBRATION, _STAY_NS = 65, 5_000
 
 
 class EventTimes(NamedTuple):
@@ -149,25 +149,28 @@ class EventSteps:
 
     Attributes
     ----------
-    pair_s : float
-        Seconds between two events with nothing between them, measured at the first step and taken off every kernel's time.
+    overhead_s : float
+        Seconds that a pair of events adds to the kernel between them: the way from the first event to the kernel and from its
+        last block to the second event. Measured at the first step, with a kernel that times itself, and taken off every
+        kernel's time; -1 before.
     """
 
     def __init__(self, gpu: Gpu, kernels: KernelSet, config: ModelConfig, kv_dtype: str) -> None:
         self._gpu = gpu
         self._config, self._kv_dtype = config, kv_dtype
-        self._hold_kernel, self._stay_kernel = (kernels(KernelSpec(name, "cache.cu")) for name in ("hold_stream", "stay"))
+        self._hold_kernel, self._timed_kernel = (kernels(KernelSpec(name, "cache.cu")) for name in ("hold_stream", "hold_time"))
         self._flag = gpu.pinned(64).view(np.uint32)
         self._ticket = 0
         self._alone: dict[int, tuple[StepProgram, tuple[Launch, ...]]] = {}
-        self.pair_s = -1.0
+        self.overhead_s = -1.0
 
     def run(self, program: StepProgram, phase: Phase, pos: int, kv_len: int) -> EventTimes:
         """Run one step of single tokens, wait for it, and return its times."""
-        if self.pair_s < 0:
-            self.pair_s = statistics.median(self.time_pairs(_CALIBRATION))
+        if self.overhead_s < 0:
+            pairs, own = self.time_stays(_CALIBRATION, _STAY_NS, self._gpu.sm_count)
+            self.overhead_s = statistics.median(pair - kernel for pair, kernel in zip(pairs, own, strict=True))
         gpu, launches = self._gpu, self._launches(program)
-        pairs: list[tuple[Any, Any]] = []
+        marks: list[tuple[Any, Any]] = []
         began = time.perf_counter()
         with StepRanges(self._config, self._kv_dtype, phase, pos, kv_len) as ranges:
             for first in range(0, len(launches), _GROUP):
@@ -177,13 +180,13 @@ class EventSteps:
                     ranges.enter(program.kernels[i])
                     before = gpu.mark()
                     gpu.launch(launches[i : i + 1])
-                    pairs.append((before, gpu.mark()))
+                    marks.append((before, gpu.mark()))
                 self._let_go()
             gpu.wait()
-        origin = pairs[0][0]
-        starts = began + np.array([gpu.between(origin, before) for before, _ in pairs])
-        times = np.array([gpu.between(before, after) for before, after in pairs])
-        ends = starts + np.maximum(times - self.pair_s, 0.0)
+        origin = marks[0][0]
+        starts = began + np.array([gpu.between(origin, before) for before, _ in marks])
+        times = np.array([gpu.between(before, after) for before, after in marks])
+        ends = starts + np.maximum(times - self.overhead_s, 0.0)
         return EventTimes(program.kernels, starts, ends, began, float(ends.max()))
 
     def time_pairs(self, n: int) -> list[float]:
@@ -198,7 +201,7 @@ class EventSteps:
             staged.view(np.uint64)[0::2] = np.iinfo(np.uint64).max
             gpu.to_device(slots, staged)
             arguments = [(ctypes.c_uint64(ns), ctypes.c_uint64(slots + 16 * i)) for i in range(n)]
-            launches = [Launch(self._stay_kernel, (blocks, 1), 256, 0, args, dependent=False) for args in arguments]
+            launches = [Launch(self._timed_kernel, (blocks, 1), 256, 0, args, dependent=False) for args in arguments]
             pairs = self._paired(launches)
             gpu.to_host(staged, slots)
             gpu.wait()

@@ -116,4 +116,4 @@ class StepRunner:
         """What a session should say about how its times were taken."""
         if self._source != "events":
             return {}
-        return {"event_pair_s": self.events.pair_s} if self._events is not None else {}
+        return {"event_overhead_s": self.events.overhead_s} if self._events is not None else {}

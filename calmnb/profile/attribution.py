@@ -17,7 +17,7 @@ from typing import NamedTuple
 from calmnb.engine.base import STAGES, Kernel, Phase, Stage
 
 __all__ = [
-    "HOLD_KERNEL",
+    "HOLD_KERNELS",
     "STEP_KERNELS",
     "DecodeStep",
     "StepRange",
@@ -31,8 +31,8 @@ __all__ = [
 #: Matches the names of the kernels of calmnb's decode steps, and of no others of calmnb's.
 STEP_KERNELS = "^(embed|rotate_sinks|attention|matvec_.*|sample_.*|collect_stamps)$"
 
-#: Keeps the stream busy while the engine queues kernels between CUDA events (`calmnb.engine.cuda_events`).
-HOLD_KERNEL = "hold_stream"
+#: Keep the stream busy while the engine queues kernels between CUDA events, and calibrate these (`calmnb.engine.cuda_events`).
+HOLD_KERNELS = frozenset({"hold_stream", "hold_time"})
 
 _STEP = re.compile(r"(decode|prefill|token)(?=$|[\s:#=@])", re.IGNORECASE)
 _LAYER = re.compile(r"layers?[\s._:#=]*(\d{1,6})$", re.IGNORECASE)

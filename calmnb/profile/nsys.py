@@ -22,7 +22,7 @@ from calmnb.config import KvDtype, ModelConfig
 from calmnb.engine.base import Kernel, Phase, Stage
 from calmnb.errors import ConfigError, FormatError
 from calmnb.profile.attribution import (
-    HOLD_KERNEL,
+    HOLD_KERNELS,
     StepRange,
     find_steps,
     kernel_name,
@@ -121,7 +121,7 @@ def _of_device(report: NsysReport, device: int | None, path: Path) -> tuple[list
         raise ConfigError(f"device is {device}; {path} has kernels of {', '.join(map(str, sorted(busy)))}")
     mine = [kernel for kernel in report.kernels if kernel.device == chosen]
     # What keeps calmnb's stream busy while kernels are queued between events is no work of any step.
-    return [kernel for kernel in mine if kernel_name(kernel.name) != HOLD_KERNEL] or mine, chosen
+    return [kernel for kernel in mine if kernel_name(kernel.name) not in HOLD_KERNELS] or mine, chosen
 
 
 def _group(kernels: Sequence[GpuKernel]) -> tuple[list[_Group], bool]:

@@ -77,7 +77,7 @@ def event_pairs(engine: Any) -> None:
             if not cupti_problem():
                 with trace_kernels() as records:
                     pairs, own = events.time_stays(60, ns, blocks)
-                seen = statistics.median((r.end - r.start) / 1e3 for r in records if r.name == "stay")
+                seen = statistics.median((r.end - r.start) / 1e3 for r in records if r.name == "hold_time")
                 print(f"    under cupti: pair {us(pairs)}, itself {us(own)}, cupti {seen:.3f}")
 
 

@@ -178,13 +178,13 @@ def test_sources_that_the_engine_cannot_time_by_are_refused(source: Any) -> None
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_kernel_takes_what_lies_between_its_events_less_an_empty_pair(ranges: Any) -> None:
+def test_a_kernel_takes_what_lies_between_its_events_less_what_the_pair_adds(ranges: Any) -> None:
     engine, recorder = open_engine("events", ClockedGpu(kernel_s=7e-6, pair_s=1.4e-6))
     list(engine.decode_many(3, 0, 3))
-    assert engine.runner.events.pair_s == pytest.approx(0.7e-6)
+    assert engine.runner.events.overhead_s == pytest.approx(0.7e-6, abs=2e-9)
     for _, _, _, _, kernels, starts, ends, begin, end in recorder.steps:
         assert len(kernels) == len(starts)
-        np.testing.assert_allclose(ends - starts, 7e-6, atol=1e-12)
+        np.testing.assert_allclose(ends - starts, 7e-6, atol=2e-9)
         assert (starts[1:] >= ends[:-1]).all(), "kernels overlap"
         assert begin <= starts[0]
         assert end == ends[-1]
@@ -205,7 +205,7 @@ def test_the_same_kernels_run_one_by_one(ranges: Any) -> None:
     engine, _ = open_engine("events", gpu)
     gpu.launched.clear()
     list(engine.decode_many(3, 0, 1))
-    mine = [one for one in gpu.launched if one.kernel.name != "hold_stream"]
+    mine = [one for one in gpu.launched if not one.kernel.name.startswith("hold_")]
     program = engine.program("greedy", short=True)
     assert [one.kernel for one in mine] == [one.kernel for one in program.launches]
     assert not any(one.dependent for one in mine)
@@ -218,7 +218,7 @@ def test_the_stream_is_held_while_a_group_of_kernels_is_queued(ranges: Any) -> N
     list(engine.decode_many(3, 0, 1))
     names = [one.kernel.name for one in gpu.launched]
     holds = [i for i, name in enumerate(names) if name == "hold_stream"]
-    assert len(holds) == 1 + -(-(2 + 30 * 5 + 1) // 64)  # once to measure an empty pair
+    assert len(holds) == 1 + -(-(2 + 30 * 5 + 1) // 64)  # once to measure what a pair adds
     flag = engine.runner.events._flag[0]
     assert flag == gpu.launched[holds[-1]].args[1].value, "the last group is never let go"
 
