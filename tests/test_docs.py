@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import json
 import os
 import re
 import shlex
@@ -37,6 +38,7 @@ from api_reference import module_file, public_names  # noqa: E402
 from cli_reference import cli_page, commands  # noqa: E402
 from columns_reference import columns_page  # noqa: E402
 from figures import figure_files  # noqa: E402
+from notebook_pages import notebook_files  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as CI and readers build it: any warning is a failure."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -53,6 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
     return folder
 
 
@@ -172,6 +175,35 @@ def test_figures_are_drawn_from_the_recordings_that_are_there(tmp_path: Path) ->
         assert f"({name.removeprefix('kernels/')})" in page
         assert isinstance(content, bytes)
         assert content.startswith(b"\x89PNG")
+
+
+def test_every_notebook_is_a_page_with_its_figures() -> None:
+    files = notebook_files()
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        page = files[f"notebooks/{path.stem}.md"]
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        assert isinstance(page, str)
+        assert page.startswith("# ")
+        assert page.count("```python") + page.count("```ipython") >= sum(cell["cell_type"] == "code" for cell in cells)
+        for name in re.findall(rf"\]\(({path.stem}-\d+-\d+\.png)\)", page):
+            assert bytes(files[f"notebooks/{name}"]).startswith(b"\x89PNG")  # type: ignore[arg-type]
+
+
+def test_outputs_of_notebooks_become_markdown(tmp_path: Path) -> None:
+    def shown(output: dict[str, Any]) -> str:
+        cell = {"cell_type": "code", "source": ["show()"], "outputs": [output]}
+        (tmp_path / "n.ipynb").write_text(json.dumps({"cells": [cell]}), encoding="utf-8")
+        page = notebook_files(tmp_path)["notebooks/n.md"]
+        assert isinstance(page, str)
+        return page.partition("```python\nshow()\n```\n\n")[2].strip()
+
+    def display(**data: str) -> dict[str, Any]:
+        return {"output_type": "display_data", "data": {name.replace("_", "/"): value for name, value in data.items()}}
+
+    assert shown({"output_type": "stream", "name": "stdout", "text": ["```\n", "x"]}) == "````text\n```\nx\n````"
+    assert shown(display(text_html="<table></table>", text_plain="t")).endswith("<table></table>\n</div>")
+    for html in ("<script>x</script>", '<b onclick="x">', "<IFRAME src=x>", "<img src=x>"):
+        assert shown(display(text_html=html, text_plain="plain")) == "```text\nplain\n```"
 
 
 def test_documented_files_exist() -> None:

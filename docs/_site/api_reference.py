@@ -155,7 +155,7 @@ def _page(module: str) -> str:
     own = [name for name in public_names(module) if _definition(module, name) == module]
     here = [name for name in public_names(module) if name not in own and _home(module, name) == module]
     elsewhere = [name for name in public_names(module) if name not in own and name not in here]
-    text = f"# {module}\n\n::: {module}\n    options:\n      members: {own or 'false'}\n"
+    text = f"# {module} {{ #{module} }}\n\n::: {module}\n    options:\n      members: {own or 'false'}\n"
     shown = "    options: {show_root_heading: true, show_root_toc_entry: true}\n"
     for name in here:
         text += f"\n::: {_definition(module, name)}.{name}\n{shown}"
