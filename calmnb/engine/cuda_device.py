@@ -22,6 +22,11 @@ __all__ = ["CudaDevice", "Gpu", "Launch", "pdl_default"]
 
 Bytes = NDArray[np.uint8]
 
+_HOW_TO_GET = (
+    "it needs an NVIDIA GPU with its driver, and pip install 'calmnb[cuda13]' or 'calmnb[cuda12]'; a .calm file also runs with "
+    "device='cpu'"
+)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -136,8 +141,15 @@ class CudaDevice:
     pdl: bool = field(default_factory=pdl_default)
 
     def __post_init__(self) -> None:
-        import cupy
-        from cuda.bindings import driver
+        try:
+            import cupy
+            from cuda.bindings import driver
+
+            cupy.cuda.runtime.getDeviceCount()
+        except ImportError as error:
+            raise DeviceError(f"a GPU was asked for, but a package is missing ({error}): {_HOW_TO_GET}") from error
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise DeviceError(f"a GPU was asked for, but CuPy sees none ({error}): {_HOW_TO_GET}") from error
 
         self._cupy, self._driver = cupy, driver
         self._device = cupy.cuda.Device(self.index)

@@ -90,10 +90,16 @@ class NotingDriver(SimpleNamespace):
         return (0,)
 
 
+class NoDriver(Exception):
+    """Stands for CuPy's runtime error."""
+
+
 def make_device(monkeypatch: pytest.MonkeyPatch, *, major: int = 9, **options: Any) -> tuple[CudaDevice, NotingDriver]:
     noting = NotingDriver()
     runtime = SimpleNamespace(
-        getDeviceProperties=lambda index: {"name": b"Fake", "major": major, "minor": 0, "multiProcessorCount": 132}
+        CUDARuntimeError=NoDriver,
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda index: {"name": b"Fake", "major": major, "minor": 0, "multiProcessorCount": 132},
     )
     cupy = SimpleNamespace(
         cuda=SimpleNamespace(
@@ -118,6 +124,20 @@ def test_launch_hands_over_geometry_and_arguments(monkeypatch: pytest.MonkeyPatc
     assert found["grid"] == (3, 2, 1)
     assert found["block"] == (128, 1, 1)
     assert (found["shared"], found["argument"], found["attributes"]) == (1000, 41, [])
+
+
+def test_a_machine_without_a_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, _ = make_device(monkeypatch)
+
+    def none() -> int:
+        raise NoDriver("driver too old")
+
+    device._cupy.cuda.runtime.getDeviceCount = none
+    with pytest.raises(DeviceError, match=r"CuPy sees none \(driver too old\).*calmnb\[cuda13\].*device='cpu'"):
+        CudaDevice()
+    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
+    with pytest.raises(DeviceError, match="a package is missing.*cupy"):
+        CudaDevice()
 
 
 @pytest.mark.parametrize(("major", "pdl", "expected"), [(9, True, 1), (9, False, 0), (8, True, 0), (12, True, 1)])
