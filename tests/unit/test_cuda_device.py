@@ -136,7 +136,7 @@ def test_a_machine_without_a_gpu_is_told_what_to_do(monkeypatch: pytest.MonkeyPa
     with pytest.raises(DeviceError, match=r"CuPy sees none \(driver too old\).*calmnb\[cuda13\].*device='cpu'"):
         CudaDevice()
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
-    with pytest.raises(DeviceError, match="a package is missing.*cupy"):
+    with pytest.raises(DeviceError, match=r"a package is missing.*cupy"):
         CudaDevice()
 
 
