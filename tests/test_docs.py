@@ -121,9 +121,10 @@ def test_every_command_is_documented_with_its_options_and_example(name: str) -> 
     assert options, shown
     for option in options:
         assert f"`{option}`" in text, f"docs: calmnb {name} lacks {option}"
-    example = re.search(r"Example: `(.+?)`", commands()[name].help)
-    assert example, f"calmnb {name} has no example"
-    assert f"```sh\n{example[1]}\n```" in text
+    examples = re.findall(r"Example: `(.+?)`", commands()[name].help)
+    assert examples, f"calmnb {name} has no example"
+    for example in examples:
+        assert f"\n{example}\n" in text.partition("```sh")[2]
 
 
 def shell_lines() -> list[tuple[str, str]]:

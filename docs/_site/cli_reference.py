@@ -42,7 +42,7 @@ def cli_page() -> str:
 
 
 def _section(name: str, command: Any) -> str:
-    summary, text, example = _parts(command)
+    summary, text, examples = _parts(command)
     usage = " ".join(["calmnb", name, "[OPTIONS]", *(_argument_usage(p) for p in command.params if _is_argument(p))])
     lines = [f"## {name}", "", summary, "", f"```text\n{usage}\n```", ""]
     if text:
@@ -56,17 +56,18 @@ def _section(name: str, command: Any) -> str:
         "",
         "Example:",
         "",
-        f"```sh\n{example}\n```",
+        f"```sh\n{examples}\n```",
         "",
     ]
     return "\n".join(lines)
 
 
 def _parts(command: Any) -> tuple[str, str, str]:
-    """First sentence, further text, and example of a command's help."""
-    text, _, example = (command.help or "").partition("Example:")
+    """First sentence, further text, and examples (a line each) of a command's help."""
+    help_text = command.help or ""
+    text = re.sub(r"Example: `.+?`", "", help_text)
     summary, _, rest = text.strip().partition("\n\n")
-    return " ".join(summary.split()), rest.strip(), example.strip().strip("`")
+    return " ".join(summary.split()), rest.strip(), "\n".join(re.findall(r"Example: `(.+?)`", help_text))
 
 
 def _is_argument(parameter: Any) -> bool:
