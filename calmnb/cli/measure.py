@@ -80,11 +80,10 @@ def profile(
 ) -> None:
     """Decode with every kernel timed, and print where the time and the bytes went.
 
-    With --shape, a 512-token prompt and some tokens at each context are recorded, ten times in turns.
+    With a shape (`--shape mistral-7b --dtype fp8 --at 0 --at 4000 -n 6`), a 512-token prompt and some tokens at each context are
+    recorded, ten times in turns.
 
     Example: `calmnb profile demo:gf4 -n 128 --trace trace.json --plots figures`
-
-    Example: `calmnb profile --shape mistral-7b --dtype fp8 --at 0 --at 4000 -n 6 -o mistral.calmprof`
     """
     from calmnb.demo import print_stages, write_plots
     from calmnb.profile import profile as capture
