@@ -235,7 +235,8 @@ def _points(session: Session) -> list[tuple[str, str, str, float, float, float]]
         moved, flops = float(steps["bytes_min"].sum()), float(steps["flops"].sum())
         rate = float((steps["flops"] / steps["duration_s"].where(steps["duration_s"] > 0)).median()) / 1e9
         if moved > 0 and flops > 0 and rate > 0:
-            text = label if phase == "decode" else f"{label}, {steps['n_tokens'].sum():.0f} tokens"
+            each = float(steps.groupby("run")["n_tokens"].sum().median())
+            text = label if phase == "decode" else f"{label}, {each:.0f} tokens"
             out.append((text, _STEP, marker, flops / moved, rate, 0.25))
     return out
 
@@ -272,9 +273,9 @@ def _mark(axes: Any, points: list[tuple[str, str, str, float, float, float]], th
     (y0, y1), (x0, x1) = axes.get_ylim(), axes.get_xlim()
     gap = 13 / 72 / (figure.get_figheight() * 0.68)  # a line of text, as a fraction of the axes' height
     heights = [math.log(y / y0) / math.log(y1 / y0) for *_, y, _ in points]
-    columns: list[list[int]] = []  # points so near one another that their labels would meet
+    columns: list[list[int]] = []  # points so near one another that a label of one would cover the other
     for i in sorted(range(len(points)), key=lambda i: points[i][3]):
-        if not columns or points[i][3] > points[columns[-1][0]][3] * (x1 / x0) ** 0.12:
+        if not columns or points[i][3] > points[columns[-1][0]][3] * (x1 / x0) ** 0.24:
             columns.append([])
         columns[-1].append(i)
     for members in columns:
