@@ -54,7 +54,7 @@ def _section(name: str, command: Any) -> str:
         "|---|---|---|",
         *rows,
         "",
-        "Example:",
+        "Examples:" if "\n" in examples else "Example:",
         "",
         f"```sh\n{examples}\n```",
         "",
@@ -90,8 +90,8 @@ def _row(parameter: Any, hint: Any) -> str:
 
 def _kind(hint: Any) -> str:
     """What an option takes, as ``--help`` writes it; from the annotation, since typer's own objects change between versions."""
-    parts = [part for part in typing.get_args(hint) if part is not types.NoneType] or [hint]
-    return {int: "INTEGER", float: "FLOAT", Path: "PATH"}.get(parts[0], "TEXT")
+    parts = [part for part in typing.get_args(hint) if part is not types.NoneType]
+    return _kind(parts[0]) if parts else {int: "INTEGER", float: "FLOAT", Path: "PATH"}.get(hint, "TEXT")
 
 
 def _default(parameter: Any) -> str:
