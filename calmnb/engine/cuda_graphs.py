@@ -8,13 +8,10 @@ from typing import Any
 
 from calmnb.engine.cuda_device import Gpu
 from calmnb.engine.cuda_program import Ending, Plans, StepProgram, build_program
-from calmnb.engine.cuda_stamps import StampRing
+from calmnb.engine.cuda_stamps import StampLevel, StampRing
 from calmnb.kernels import CompiledKernel, KernelSpec, compile_all
 
-__all__ = ["HANDED_OVER", "KernelSet", "StepGraphs", "step_specs"]
-
-#: Level of the stamps (``CALMNB_STAMPS``) at which a kernel notes the end of the one before it.
-HANDED_OVER = 3
+__all__ = ["KernelSet", "StepGraphs", "step_specs"]
 
 
 class KernelSet:
@@ -152,7 +149,7 @@ class StepGraphs:
         assert stamps is not None
 
         def run() -> None:
-            stamps.begin(program.kernels, handed_over=level == HANDED_OVER)
+            stamps.begin(program.kernels, StampLevel(level))
             graph()
 
         return run

@@ -230,7 +230,7 @@ def build_program(
     stamps, stamp_ring, stamp_serial, stamp_rows, stamp_stride
         Where kernels leave their times, and where a last kernel moves them; 0 compiles stamping out.
     stamp_level
-        1: first block's start and last block's end; 2: block 0 alone, which costs half.
+        What kernels note (`calmnb.engine.cuda_stamps.StampLevel`).
     """
     c = plans.config
     rows: list[Kernel] = []

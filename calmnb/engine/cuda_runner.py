@@ -12,12 +12,13 @@ from calmnb.engine.cuda_device import Gpu
 from calmnb.engine.cuda_events import EventSteps, EventTimes, StepRanges
 from calmnb.engine.cuda_graphs import KernelSet, StepGraphs
 from calmnb.engine.cuda_program import Ending
+from calmnb.engine.cuda_stamps import StampLevel
 from calmnb.errors import ConfigError
 
-__all__ = ["STAMP_LEVELS", "StepRunner"]
+__all__ = ["ENGINE_SOURCES", "StepRunner"]
 
-#: What ``CALMNB_STAMPS`` is compiled to for each time source: 1 is every block, 2 is block 0 alone.
-STAMP_LEVELS: dict[TimeSource, int] = {"stamps": 1, "stamps-light": 2, "events": 0}
+#: Time sources of the CUDA engine.
+ENGINE_SOURCES: tuple[TimeSource, ...] = ("stamps", "stamps-light", "events")
 
 
 class StepRunner:
@@ -60,9 +61,9 @@ class StepRunner:
 
     @source.setter
     def source(self, source: TimeSource) -> None:
-        if source not in STAMP_LEVELS:
+        if source not in ENGINE_SOURCES:
             why = ", which listens from outside" if source in get_args(TimeSource) else ""
-            raise ConfigError(f"the CUDA engine cannot time by {source!r}{why}; accepted are {', '.join(STAMP_LEVELS)}")
+            raise ConfigError(f"the CUDA engine cannot time by {source!r}{why}; accepted are {', '.join(ENGINE_SOURCES)}")
         self._source = source
 
     @property
@@ -72,9 +73,18 @@ class StepRunner:
             self._events = EventSteps(self._gpu, self._kernels, self._config, self._kv_dtype)
         return self._events
 
-    def level(self, recorder: Recorder | None) -> int:
-        """Stamps compiled into the steps: 0 none, 1 every block, 2 block 0 alone."""
-        return STAMP_LEVELS[self._source] if recorder is not None else 0
+    def level(self, recorder: Recorder | None) -> StampLevel:
+        """What the kernels of a step note."""
+        return self.level_of(self._source) if recorder is not None else StampLevel.OFF
+
+    def level_of(self, source: TimeSource) -> StampLevel:
+        """What kernels note where `source` is the time source, on this GPU."""
+        if not source.startswith("stamps"):
+            return StampLevel.OFF
+        light = source == "stamps-light"
+        if self._gpu.has_pdl and self._graphs.overlap:
+            return StampLevel.HANDED_OVER_ENDS if light else StampLevel.HANDED_OVER
+        return StampLevel.BLOCK_0 if light else StampLevel.BLOCKS
 
     def ahead(self, recorder: Recorder | None, steps: int) -> int:
         """Steps that may be queued beyond the one asked for: none where each is waited for."""

@@ -1,13 +1,14 @@
 """Times of every kernel, read while the GPU runs on.
 
-Kernels note %globaltimer at their first block's start and their last block's end; a last small kernel of the step moves
-those notes into a ring in page-locked host memory. The host only ever reads memory: it asks the GPU for nothing.
+Kernels note %globaltimer as they run (`StampLevel`); a last small kernel of the step moves those notes into a ring in
+page-locked host memory. The host only ever reads memory: it asks the GPU for nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from calmnb.engine.base import Kernel, Phase, Recorder
 from calmnb.engine.cuda_device import Gpu
 from calmnb.errors import DeviceError
 
-__all__ = ["STAMP_ROWS", "StampRing", "StepEdges"]
+__all__ = ["STAMP_ROWS", "StampLevel", "StampRing", "StepEdges"]
 
 #: Steps that the ring holds.
 STAMP_ROWS = 4096
@@ -27,8 +28,36 @@ _CALIBRATION_S = 5.0
 _BACK_TO_BACK_S = 20e-6
 
 
+class StampLevel(IntEnum):
+    """What kernels note: the values of ``CALMNB_STAMPS`` in kernels/common.cuh.
+
+    Where a kernel starts before the one ahead of it has ended (programmatic dependent launch), its wait for that one returns
+    when all of its blocks are done and their writes can be seen. One thread that reads the clock there gives the end of the
+    kernel ahead, and costs next to nothing; every block's own end costs a third of a microsecond a kernel.
+
+    Attributes
+    ----------
+    OFF
+        Nothing.
+    BLOCKS
+        First block's start and last block's end.
+    BLOCK_0
+        Start and end of block 0.
+    HANDED_OVER
+        Start of block 0, and the end of the kernel ahead, as seen by block 0.
+    HANDED_OVER_ENDS
+        The end of the kernel ahead alone: a kernel then starts where that ended, and no overlap is seen.
+    """
+
+    OFF = 0
+    BLOCKS = 1
+    BLOCK_0 = 2
+    HANDED_OVER = 3
+    HANDED_OVER_ENDS = 4
+
+
 class StepEdges(NamedTuple):
-    """What lies around a step, seconds after the first kernel of all steps.
+    """What lies around a step, in seconds.
 
     Attributes
     ----------
@@ -81,7 +110,7 @@ class StampRing:
         gpu.to_device(self._stamps, initial)
         gpu.wait()
         gpu.release(initial.ctypes.data)
-        self._queued: list[tuple[Sequence[Kernel], bool]] = []
+        self._queued: list[tuple[Sequence[Kernel], StampLevel]] = []
         self._read = 0
         self.edges = StepEdges(0.0, 0.0, 0.0)
         self._origin: int | None = None
@@ -98,13 +127,9 @@ class StampRing:
             "stamp_stride": self._stride,
         }
 
-    def begin(self, kernels: Sequence[Kernel], *, handed_over: bool = False) -> None:
-        """Note that a step with these kernels is about to be queued.
-
-        With `handed_over`, a kernel's second stamp is the end of the one before it, as it saw it: the time at which its wait
-        for that returned. The step's last kernel ends when the one that moves the stamps sees it end.
-        """
-        self._queued.append((kernels, handed_over))
+    def begin(self, kernels: Sequence[Kernel], level: StampLevel) -> None:
+        """Note that a step with these kernels, stamped at `level`, is about to be queued."""
+        self._queued.append((kernels, level))
 
     def skip(self) -> None:
         """Pass over the steps that were queued but that nobody will ask for."""
@@ -113,7 +138,7 @@ class StampRing:
 
     def forward(self, recorder: Recorder, phase: Phase, pos: int, kv_len: int, *, timeout_s: float = 2.0) -> None:
         """Hand the oldest unread step to `recorder`, waiting for it if it is still on its way."""
-        kernels, handed_over = self._queued.pop(0)
+        kernels, level = self._queued.pop(0)
         n = len(kernels)
         serial = self._read
         self._read += 1
@@ -127,11 +152,14 @@ class StampRing:
         now = time.perf_counter()
         ticks = row[2:].astype(np.int64)  # nanoseconds since 1970, beyond what a float holds to the nanosecond
         if self._origin is None:
-            self._origin = int(ticks[0])
+            self._origin = int(ticks[-1])
         seconds = (ticks - self._origin).astype(np.float64) * 1e-9
         times: NDArray[np.float64] = seconds[: 2 * n].reshape(n, 2)
-        if handed_over:
-            times[:, 1] = np.append(times[1:, 1], seconds[-1])
+        if level >= StampLevel.HANDED_OVER:
+            seen = np.append(times[:, 1], seconds[-1])  # of a step's last kernel, what moves the stamps sees the end
+            times[:, 1] = seen[1:]
+            if level == StampLevel.HANDED_OVER_ENDS:
+                times[:, 0] = seen[:-1]
         first_start, last_end = float(times[:, 0].min()), float(times[:, 1].max())
         self.edges = StepEdges(float(seconds[-2]), last_end, float(seconds[-1]))
         pause = first_start - self.edges.moved_before

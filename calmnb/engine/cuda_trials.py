@@ -16,7 +16,8 @@ from calmnb.engine.cuda_graphs import KernelSet, StepGraphs
 from calmnb.engine.cuda_memory import MemoryPlan
 from calmnb.engine.cuda_ops import sample_params, state_words
 from calmnb.engine.cuda_program import Ending, StepProgram
-from calmnb.engine.cuda_runner import STAMP_LEVELS, StepRunner
+from calmnb.engine.cuda_runner import StepRunner
+from calmnb.engine.cuda_stamps import StampLevel
 from calmnb.engine.cuda_weights import fill_random
 from calmnb.engine.positions import Positions
 from calmnb.errors import ConfigError
@@ -52,9 +53,10 @@ class CudaTrials:
     def time_source(self) -> TimeSource:
         """How kernels are timed while there is a recorder: "stamps" (the default), "stamps-light" or "events".
 
-        "stamps": every kernel of the graph notes when its first block began and its last block ended, on the GPU's own
-        clock. "stamps-light": block 0 alone does, at half the cost; a kernel's tail then counts for the one after it.
-        "events": kernels are launched one by one between CUDA events, inside NVTX ranges, and no longer overlap.
+        "stamps": kernels of the graph note when they began and when the one before them had ended, on the GPU's own clock.
+        "stamps-light": the ends alone, so that no overlap is seen. Where kernels cannot overlap (GPUs before sm_90),
+        "stamps" is the first block's start and the last block's end, "stamps-light" block 0's.
+        "events": kernels are launched one by one between CUDA events, inside NVTX ranges, and do not overlap.
 
         Raises
         ------
@@ -102,7 +104,7 @@ class CudaTrials:
     def time_graph(self, pos: int, n: int, *, level: int = 0) -> float:
         """Seconds a step, of `n` greedy steps from `pos` queued back to back: the GPU's own time, without the loop.
 
-        `level` is that of the stamps: 0 none, 1 every block, 2 block 0 alone.
+        `level` is what kernels note meanwhile (`calmnb.engine.cuda_stamps.StampLevel`).
         """
         self._start_greedy(pos, level)
 
@@ -114,7 +116,7 @@ class CudaTrials:
         self._runner.discard()
         return seconds
 
-    def time_steps(self, pos: int, n: int, recorder: Recorder, *, level: int = 1) -> tuple[list[float], list[float]]:
+    def time_steps(self, pos: int, n: int, recorder: Recorder, *, level: int) -> tuple[list[float], list[float]]:
         """Record `n` stamped greedy steps queued back to back, each between two CUDA events: a check of the stamps.
 
         Parameters
@@ -124,7 +126,7 @@ class CudaTrials:
         recorder
             Gets the steps.
         level
-            Of the stamps: 1 every block, 2 block 0 alone.
+            What kernels note (`calmnb.engine.cuda_stamps.StampLevel`), not 0.
 
         Returns
         -------
@@ -157,7 +159,7 @@ class CudaTrials:
 
     def program(self, ending: Ending, *, stamped: bool = False, short: bool = False) -> StepProgram:
         """List the launches of a step that ends in `ending`, with or without the stamps of recorded steps."""
-        level = STAMP_LEVELS.get(self._runner.source, 0) if stamped else 0
+        level = self._runner.level_of(self._runner.source) if stamped else StampLevel.OFF
         return self._steps.program(ending, level=level, short=short)
 
     def program_at(self, ending: Ending, pos: int) -> StepProgram:

@@ -21,7 +21,7 @@ __all__ = ["GPU_SOURCES", "RecordingOverhead", "measure_recording_overhead", "pr
 #: Time sources of `profile` on a GPU.
 GPU_SOURCES: tuple[TimeSource, ...] = ("stamps", "stamps-light", "events", "cupti")
 _NOTES: dict[TimeSource, str] = {
-    "stamps-light": "only the first block of each kernel is timed: its tail counts for the kernel after it",
+    "stamps-light": "only ends of kernels are timed: a kernel begins where the one before it ended, so no overlap is seen",
     "events": "kernels were launched one by one, so they do not overlap and a step takes longer than at full speed",
     "cupti": "CUPTI slows a step down by 0.1 to 0.3 ms; the prompt is not in the recording",
 }
@@ -69,8 +69,8 @@ def profile(
     source
         How kernels are timed; None for the engine's own way. On a GPU:
 
-        * "stamps" (the default): every kernel of the graph notes when it began and ended, at full speed;
-        * "stamps-light": its first block alone does, at half the cost; a kernel's tail then counts for the one after it;
+        * "stamps" (the default): kernels of the graph note when they began, and when the one before them ended, at full speed;
+        * "stamps-light": the ends alone, so that no overlap is seen, at half the cost;
         * "events": kernels are launched one by one between CUDA events, inside NVTX ranges (domain "calmnb"). Nothing
           overlaps, and a step takes longer than at full speed;
         * "cupti": kernel records of NVIDIA's CUPTI (``pip install cupti-python``), decode steps only.

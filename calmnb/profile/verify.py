@@ -67,7 +67,7 @@ class Check:
         if self.value is None:
             return "not measured"
         digits = {"%": "+.2f", "us": ",.2f", "GB/s": ",.0f" if self.value >= 100 else ",.1f"}.get(self.unit, ".4f")
-        return f"{self.value:{digits}} {self.unit}".strip()
+        return " ".join((format(self.value, digits), self.unit)).strip()
 
     @property
     def result(self) -> str:
@@ -198,7 +198,8 @@ def _gpu_peaks(engine: Any) -> list[Check]:
 
 def _recording_costs(engine: Any, context: int, steps: int, rounds: int) -> list[Check]:
     """Steps queued back to back, timed by events at the two ends of the queue."""
-    times: dict[int, list[float]] = {0: [], 2: [], 1: []}
+    light_level, full_level = (int(engine.runner.level_of(source)) for source in ("stamps-light", "stamps"))
+    times: dict[int, list[float]] = {0: [], light_level: [], full_level: []}
     for level in times:
         engine.time_graph(context, steps, level=level)  # warm-up
     for turn in range(rounds):
@@ -207,7 +208,7 @@ def _recording_costs(engine: Any, context: int, steps: int, rounds: int) -> list
     off = statistics.median(times[0])
     light, full, which = recording_bounds(engine.config)
     rows = [Check("step, recording off", off * 1e6, "us", "", None, f"median of {rounds} times {steps} steps back to back")]
-    for what, level, bound in (("light (block 0)", 2, light), ("full", 1, full)):
+    for what, level, bound in (("light", light_level, light), ("full", full_level, full)):
         # Neighbours in time are compared, so that the clock's drift cancels.
         cost = 100 * statistics.median(on / plain - 1 for on, plain in zip(times[level], times[0], strict=True))
         rows.append(
@@ -221,9 +222,9 @@ def _recording_costs(engine: Any, context: int, steps: int, rounds: int) -> list
 
 def _sums_of_rows(engine: Any, context: int, steps: int) -> list[Check]:
     rows = []
-    for what, level in (("full", 1), ("light", 2)):
+    for what, source in (("full", "stamps"), ("light", "stamps-light")):
         recorder = SessionRecorder({})
-        between, moving = engine.time_steps(context, steps, recorder, level=level)
+        between, moving = engine.time_steps(context, steps, recorder, level=engine.runner.level_of(source))
         ratios = [
             (r.step_end - r.step_start) / (seconds - moved)
             for r, seconds, moved in list(zip(recorder.steps, between, moving, strict=False))[2:]

@@ -26,8 +26,10 @@ def fidelity_markdown(found: Fidelity, *, command: str = "") -> str:
         Ends in a line break; cells hold no ``|``.
     """
     meta = found.meta
-    versions = ", ".join(f"{name} {version}" for name, version in meta.get("versions", {}).items())
-    title = f"{meta['model']} {meta['dtype']}, KV cache {meta['kv_dtype']}, context {meta['context']}, on {meta['device']}"
+    versions = ", ".join(" ".join(item) for item in meta.get("versions", {}).items())
+    title = (
+        f"{meta['model']}, {meta['dtype']} weights, KV cache {meta['kv_dtype']}, context {meta['context']}, on {meta['device']}"
+    )
     lines = [f"# Fidelity of the profiler: {title}", ""]
     if command:
         lines += [f"Measured {meta['date'][:10]} with `{command}` (git {meta['git_revision'] or 'unknown'}; {versions}).", ""]

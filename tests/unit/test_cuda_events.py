@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import sys
@@ -141,15 +142,56 @@ def test_steps_that_nobody_asks_for_are_passed_over() -> None:
     assert times == sorted(times)
 
 
-def test_light_stamps_are_compiled_into_their_own_kernels() -> None:
-    engine, recorder = open_engine("stamps-light")
+def levels_of(graph: Any) -> set[int]:
+    return {dict(one.kernel.spec.defines).get("CALMNB_STAMPS", 0) for one in graph if one.kernel.name != "collect_stamps"}
+
+
+@pytest.mark.parametrize(
+    ("source", "arch", "overlap", "level"),
+    [
+        ("stamps", "sm_90", True, 3), ("stamps-light", "sm_90", True, 4), ("stamps", "sm_90", False, 1),
+        ("stamps-light", "sm_90", False, 2), ("stamps", "sm_89", True, 1), ("stamps-light", "sm_80", True, 2),
+    ],
+)  # fmt: skip
+def test_kernels_note_what_is_cheapest_where_they_overlap(source: Any, arch: str, overlap: bool, level: int) -> None:
+    gpu = ClockedGpu()
+    gpu.arch, gpu.has_pdl = arch, arch >= "sm_90"
+    engine, recorder = open_engine(source, gpu)
+    engine.graphs.overlap = overlap
     list(engine.decode_many(3, 0, 3))
-    assert engine.info.time_source == "stamps-light"
-    levels = {
-        dict(one.kernel.spec.defines).get("CALMNB_STAMPS") for one in engine.program("greedy", stamped=True).launches[:-1]
-    }
-    assert levels == {2}
-    assert len(recorder.steps) == 3
+    assert engine.info.time_source == source
+    assert levels_of(gpu.graphs[-1]) == {level}
+    for step in recorder.steps:
+        np.testing.assert_allclose(step[6] - step[5], 10e-6, atol=2e-9)
+        assert step[8] - step[7] == pytest.approx(len(step[4]) * 10e-6, abs=2e-8)
+
+
+def test_a_kernel_ends_when_the_next_one_sees_it_end() -> None:
+    class Overlapping(ClockedGpu):
+        """A kernel starts 4 us before the one ahead of it ends."""
+
+        def _run(self, launches: Any) -> None:
+            super()._run(launches)
+            for i, one in enumerate(launches):
+                if i and getattr(one.args[0], "stamp", 0):
+                    pair = (ctypes.c_uint64 * 2).from_address(one.args[0].stamp)
+                    pair[0] -= 4000
+
+    gpu = Overlapping()
+    engine, recorder = open_engine("stamps", gpu)
+    collect, gpu._collect = gpu._collect, lambda a: None  # type: ignore[method-assign]
+    run = gpu.on_run
+
+    def in_two(launches: Any) -> None:
+        run(launches)  # the stamps, changed after all kernels ran, are moved last
+        collect(launches[-1].args[0])
+
+    gpu.on_run = in_two
+    list(engine.decode_many(3, 0, 2))
+    for step in recorder.steps:
+        starts, ends = step[5], step[6]
+        np.testing.assert_allclose(ends[:-1] - starts[1:], 4e-6, atol=2e-9)
+        np.testing.assert_allclose(np.diff(ends), 10e-6, atol=2e-9)
 
 
 def test_without_overlap_no_kernel_depends_on_the_one_before() -> None:

@@ -137,7 +137,7 @@ def test_bounds_are_those_of_the_model(shape: str, dtype: Any, light: float, ful
 def test_the_table_is_markdown_with_its_command(tmp_path: Path) -> None:
     found = measured()
     text = fidelity_markdown(found, command="calmnb verify-profile --shape tiny")
-    assert text.startswith("# Fidelity of the profiler: tiny fp16, KV cache fp16, context 0, on NVIDIA H200\n")
+    assert text.startswith("# Fidelity of the profiler: tiny, fp16 weights, KV cache fp16, context 0, on NVIDIA H200\n")
     assert "`calmnb verify-profile --shape tiny`" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + len(found.checks) + 2 + len(found.kernels)
