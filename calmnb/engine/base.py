@@ -35,7 +35,7 @@ Stage = Literal[
 ]
 Phase = Literal["prefill", "decode"]
 FullPolicy = Literal["stop", "roll"]
-#: How kernels are timed: stamps by every block or by block 0 alone, CUDA events around single launches, CUPTI's records, a
+#: How kernels are timed: stamps of starts and ends or of ends alone, CUDA events around single launches, CUPTI's records, a
 #: report of Nsight Systems, or the CPU's clock.
 TimeSource = Literal["stamps", "stamps-light", "events", "cupti", "nsys", "cpu"]
 
