@@ -16,6 +16,7 @@ from typing import Any
 from calmnb.engine.cuda_device import CudaDevice
 from calmnb.engine.cuda_graphs import step_specs
 from calmnb.engine.cuda_program import make_plans
+from calmnb.engine.cuda_stamps import StampLevel
 from calmnb.kernels import compile_all
 from calmnb.profile.shape import CONTEXTS, file_name, profile_shape
 from calmnb.profile.telemetry import telemetry_note
@@ -34,7 +35,7 @@ def compile_ahead(shapes: list[str], longest: int) -> int:
         for dtype, kv_dtype in CELLS:
             plans = make_plans(shape_config(shape, dtype), kv_dtype, longest, "stop", arch, sms)  # type: ignore[arg-type]
             plain = step_specs(plans)
-            specs += [*plain, *(spec.with_defines(CALMNB_STAMPS=1) for spec in plain)]
+            specs += [*plain, *(spec.with_defines(CALMNB_STAMPS=int(StampLevel.HANDED_OVER)) for spec in plain)]
     return len(compile_all(specs, arch, threads=16))
 
 
