@@ -32,11 +32,10 @@ _FORMAT = {"fp16": 0, "fp8": 1, "gf4": 2}
 _X_REGISTERS = {"fp16": 4, "fp8": 8, "gf4": 16}  # half2 registers a lane needs for 16 bytes of a row
 _UNIT = {"qkv": 2, "gateup": 2}
 #: Where measuring found better than the rules of `default_geometry`, by kind, format and 16-byte chunks of a row (H200,
-#: ``python -m tests.gpu.tune_matvec``): Mistral-7B 1115 -> 1092 us a chain, Llama-2-7B 1109 -> 1053.
+#: ``python -m tests.gpu.tune_engine``, whole step: Mistral-7B gf4 1203 -> 1136 us, Llama-2-7B gf4 1156 -> 1067).
 _MEASURED_SM90: dict[tuple[str, str, int], dict[str, int]] = {
     ("gateup", "gf4", 128): {"batch": 4, "stage_rows": 2, "stages": 5},
-    ("out", "gf4", 128): {"batch": 8, "stage_rows": 2, "stages": 8},
-    ("down", "gf4", 344): {"batch": 8, "stage_rows": 2, "stages": 8},
+    ("down", "gf4", 344): {"batch": 4, "stage_rows": 4, "stages": 2},
     ("down", "gf4", 448): {"batch": 8, "stage_rows": 4, "stages": 2, "pace": 2},
 }
 
