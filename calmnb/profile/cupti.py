@@ -39,9 +39,7 @@ def cupti_problem() -> str:
     if importlib.util.find_spec("cupti") is None:
         return "cupti-python is not installed; pip install cupti-python (Linux, CUDA 13), or leave CUPTI out"
     try:
-        from cupti import cupti
-
-        cupti.get_version()
+        from cupti import cupti  # noqa: F401
     except ModuleNotFoundError as error:  # cupti-python imports more than kernel records need
         return f"cupti-python lacks a package that it needs, {error.name}; pip install --upgrade cupti-python pyelftools"
     except Exception as error:  # a missing or mismatched libcupti shows up as any of several errors

@@ -149,7 +149,7 @@ def levels_of(graph: Any) -> set[int]:
 @pytest.mark.parametrize(
     ("source", "arch", "overlap", "level"),
     [
-        ("stamps", "sm_90", True, 3), ("stamps-light", "sm_90", True, 4), ("stamps", "sm_90", False, 1),
+        ("stamps", "sm_90", True, 1), ("stamps-light", "sm_90", True, 2), ("stamps", "sm_90", False, 1),
         ("stamps-light", "sm_90", False, 2), ("stamps", "sm_89", True, 1), ("stamps-light", "sm_80", True, 2),
     ],
 )  # fmt: skip
@@ -260,7 +260,7 @@ def test_the_stream_is_held_while_a_group_of_kernels_is_queued(ranges: Any) -> N
     list(engine.decode_many(3, 0, 1))
     names = [one.kernel.name for one in gpu.launched]
     holds = [i for i, name in enumerate(names) if name == "hold_stream"]
-    assert len(holds) == 1 + -(-(2 + 30 * 5 + 1) // 64)  # once to measure what a pair adds
+    assert len(holds) == 2 + -(-(2 + 30 * 5 + 1) // 64)  # twice to measure what a pair adds
     flag = engine.runner.events._flag[0]
     assert flag == gpu.launched[holds[-1]].args[1].value, "the last group is never let go"
 
