@@ -9,7 +9,6 @@ cells and clicks arrive, only set flags and put requests in queues, so that Stop
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import queue
@@ -18,16 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import traitlets
-
 from calmnb.errors import BusyError, CalmnbError, ConfigError
 from calmnb.files import write_text
 from calmnb.widgets import bridge
 from calmnb.widgets.assets import bundle, static_text
+from calmnb.widgets.chat_publisher import ChatPublisher
 from calmnb.widgets.conversation import Conversation, explain
 from calmnb.widgets.downloads import export_text, make_download
-from calmnb.widgets.fallback import StaticFallback
-from calmnb.widgets.setup import check_text, checked_sampling, describe, peak_of
+from calmnb.widgets.setup import check_text, checked_sampling, peak_of
 from calmnb.widgets.transcript import Message, to_html
 from calmnb.widgets.worker import ModelWorker, Run, adopt, worker_for
 
@@ -38,11 +35,8 @@ __all__ = ["ChatWidget"]
 
 _log = logging.getLogger("calmnb")
 
-#: New text is sent this often, in seconds.
-FLUSH_S = 0.04
 
-
-class ChatWidget(StaticFallback):
+class ChatWidget(ChatPublisher):
     """A chat on the left, live figures of every token on the right.
 
     Parameters
@@ -90,21 +84,6 @@ class ChatWidget(StaticFallback):
     _esm = bundle("format.js", "charts.js", "theme.js", "panels.js", "chat.js")
     _css = static_text("base.css") + static_text("chat.css")
 
-    info = traitlets.Dict().tag(sync=True)
-    status = traitlets.Unicode("loading").tag(sync=True)
-    progress = traitlets.Dict().tag(sync=True)
-    notice = traitlets.Unicode("").tag(sync=True)
-    run_id = traitlets.Int(0).tag(sync=True)
-    transcript: Any = traitlets.List().tag(sync=True)
-    token_data = traitlets.Bytes(b"").tag(sync=True)
-    summary = traitlets.Dict().tag(sync=True)
-    points_data = traitlets.Bytes(b"").tag(sync=True)
-    layers_data = traitlets.Bytes(b"").tag(sync=True)
-    sampling = traitlets.Dict().tag(sync=True)
-    system = traitlets.Unicode("").tag(sync=True)
-    height = traitlets.Int(360).tag(sync=True)
-    profile_id = traitlets.Unicode("").tag(sync=True)
-
     def __init__(
         self,
         model: Any,
@@ -126,6 +105,7 @@ class ChatWidget(StaticFallback):
         self._peak, self._peak_label = peak, f"{peak:.4g} GB/s (given)" if peak else ""
         self._closed = False
         self._profile: ProfileView | None = None
+        self._last_run: Run | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         super().__init__(system=system or "", height=height, sampling=chosen)
         self._static_id = f"calmnb-{self.model_id}"
@@ -162,11 +142,6 @@ class ChatWidget(StaticFallback):
     def figures(self) -> dict[str, Any]:
         """What the panels show for the latest answer; see `calmnb.widgets.panels.LivePanels.summary`."""
         return self._chat.summary()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether this chat is answering, or waiting for its turn."""
-        return self._chat.run is not None
 
     def __repr__(self) -> str:
         return f"ChatWidget({self.info.get('model', 'loading')}, {len(self.messages)} messages, {self.status})"
@@ -243,7 +218,7 @@ class ChatWidget(StaticFallback):
             False if `timeout` passed first.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self.is_busy or self.status == "loading":
+        while self.is_busy or self.status == "loading" or (self._last_run and not self._last_run.finished.is_set()):
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             time.sleep(0.01)
@@ -394,12 +369,6 @@ class ChatWidget(StaticFallback):
         with chat.lock:
             chat.panels.peak_gb_per_s = peak
 
-    def _describe(self) -> dict[str, Any]:
-        chat = self._chat
-        assert chat.recorder is not None
-        assert chat.panels is not None
-        return describe(chat.recorder.meta, chat.panels, self._peak_label) | {"static_id": self._static_id}
-
     # ---- answering ----------------------------------------------------------------------------------------------------
 
     def _check_ready(self) -> None:
@@ -415,6 +384,7 @@ class ChatWidget(StaticFallback):
         with self._chat.lock:
             self._check_ready()
             run, answer = self._chat.begin(text)
+            self._last_run = run
             prompt = self.messages
         self._post(self._publish_conversation)
         self._worker.submit(lambda: self._compute(run, prompt, chosen))
@@ -437,73 +407,6 @@ class ChatWidget(StaticFallback):
         self.close_profile()
         self._post(self._publish_conversation)
         self._post(self._update_static)
-
-    # ---- publishing, in the widget's own thread -----------------------------------------------------------------------
-
-    def _post(self, action: Callable[[], None]) -> None:
-        self._inbox.put(action)
-
-    def _serve(self) -> None:
-        next_flush = 0.0
-        while not self._closed:
-            action = None
-            with contextlib.suppress(queue.Empty):
-                action = self._inbox.get(timeout=FLUSH_S if self.is_busy else None)
-            try:
-                if action is not None:
-                    action()
-                run = self._chat.run
-                if run is not None and time.monotonic() >= next_flush:
-                    next_flush = time.monotonic() + FLUSH_S
-                    self._flush(run)
-            except Exception:
-                _log.exception("the chat widget could not be updated")
-        run = self._chat.run
-        if run is not None:  # closed while answering: nobody must wait for ever
-            run.computed.wait(10)
-            self._chat.finish(run)
-            run.finished.set()
-
-    def _set(self, **traits: Any) -> None:
-        with self.hold_sync():  # one message for all of them
-            for name, value in traits.items():
-                setattr(self, name, value)
-
-    def _publish_start(self) -> None:
-        self._set(status=self._chat.status(), progress={}, info=self._describe(), summary=self._chat.summary())
-
-    def _publish_status(self) -> None:
-        if self.status not in ("loading", "error") and self.status != (status := self._chat.status()):
-            self.status = status
-
-    def _publish_conversation(self) -> None:
-        self._set(**self._state())
-
-    def _state(self) -> dict[str, Any]:
-        with self._chat.lock:
-            run = self._chat.run
-            fixed = self.status in ("loading", "error")
-            return self._chat.state() | {
-                "run_id": run.id if run else self.run_id,
-                "status": self.status if fixed else self._chat.status(),
-                "notice": self.notice if fixed else "",
-            }
-
-    def _flush(self, run: Run) -> None:
-        message = self._chat.delta(run)
-        self._publish_status()
-        if message is not None:
-            super().send(*message)
-
-    def _finish(self, run: Run) -> None:
-        """Settle the answer and tell whoever waits."""
-        try:
-            self._flush(run)
-            self._chat.finish(run)
-            self._publish_conversation()
-        finally:
-            run.finished.set()
-        self._update_static()
 
     # ---- from the browser ---------------------------------------------------------------------------------------------
 
@@ -541,13 +444,6 @@ class ChatWidget(StaticFallback):
                 _log.exception("a request of the chat widget failed")
             self.notice = explain(error)
             self.send_state(["sampling", "notice"])  # the view shows again what is in force
-
-    def _send_snapshot(self) -> None:
-        with self._chat.lock:
-            state = self._state()
-            buffers = [state.pop(name) for name in ("token_data", "points_data", "layers_data")]
-            content = {"type": "snapshot", "run": state["run_id"], "seq": self._chat.seq, "state": state}
-        super().send(content, buffers)
 
     def _download(self, what: str, view: Any) -> None:
         if what in ("md", "json", "html"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.browser.lab import REPOSITORY
-from tests.browser.test_profile_view import IMPORTS, LEAST_FPS, frames, keep, opened, saved, until
+from tests.browser.test_profile_view import IMPORTS, LEAST_FPS, frames, keep, line, opened, saved, spot, until
 
 # One run in about fifteen loses JupyterLab's first message on a busy machine, whatever the notebook holds: one more try.
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.flaky(reruns=1)]
@@ -128,9 +128,11 @@ def test_pictures_of_a_measured_session(page: Any, lab: str, folder: Path, smoll
     notebook = opened(page, lab, folder, "picture.ipynb", code)
     view = page.locator(".calmnb-profile")
     view.scroll_into_view_if_needed()
-    view.locator(".cn-stage-key", has_text="attention").click()
-    until(page, "v.dataset.selected !== 'all'")
-    page.mouse.move(5, 5)
+    up = "line.rec.events.layer[i] === 14 && line.rec.stage(i).name === 'matmul_ffn_up'"
+    at, lane = line(
+        view, f"(() => {{ for (let i = line.members[0]; ; i += 1) if ({up}) return [line.rec.end(i), line.lanes.of[i]]; }})()"
+    )
+    view.locator(".cn-timeline").hover(position=spot(view, at - 1, lane))
     page.wait_for_timeout(600)
     keep(view, folder, "profile_view.png")
     notebook.set_theme("JupyterLab Dark")

@@ -43,7 +43,7 @@ FRAMES = """([selector, ms, kind]) => new Promise((resolve) => {
     if (kind === "zoom") node.dispatchEvent(new WheelEvent("wheel", { ...at, deltaY: phase < 0.5 ? -40 : 40 }));
     if (kind === "pan") node.dispatchEvent(new WheelEvent("wheel", { ...at, deltaX: phase < 0.5 ? 30 : -30, deltaY: 0 }));
     if (kind === "scroll") node.scrollTop += phase < 0.5 ? 100 : -100;
-    (window.calmViews ||= []).push(document.querySelector(".calmnb-profile .cn-window").style.cssText);
+    (window.calmViews ||= []).push(document.querySelector(".calmnb-profile .cn-window")?.style.cssText);
     requestAnimationFrame(step);
   };
   requestAnimationFrame(step);

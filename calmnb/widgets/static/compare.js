@@ -177,13 +177,12 @@ class CompareView {
 
   drawRoofline() {
     const { info } = this;
-    const ink = readTheme(this.root).ink;
     const chosen = this.chosen === null || this.chosen === undefined ? null : this.rows.find((row) => row.key === this.chosen);
     const points = [];
     const links = [];
     const at = new Map();
     info.points.forEach((side, k) => side.forEach((sum) => {
-      const look = this.looks[sum.stage] || { label: "whole step", color: ink };
+      const look = this.looks[sum.stage] || { label: "whole step", color: "ink" };
       const point = { name: sum.stage, side: k, x: sum.flops / sum.bytes, y: sum.flops / sum.time / 1e9, gbs: sum.bytes / sum.time / 1e9, color: look.color, sum,
         share: sum.stage ? sum.share : 0.05, shape: sum.stage ? "dot" : "square", bold: !sum.stage, hollow: k === 0, on: !chosen || chosen.stage === sum.stage,
         label: this.roofline.mode === "bandwidth" || k === 1 ? (this.roofline.mode === "bandwidth" ? `${"ab"[k]} ${look.label}` : look.label) : "", title: `${"ab"[k]}: ${look.label}` };

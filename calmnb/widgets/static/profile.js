@@ -408,17 +408,16 @@ class ProfileView {
 
   drawRoofline(chosen, on) {
     const { rec } = this;
-    const ink = readTheme(this.root).ink;
     const point = (sum, more) => ({ x: sum.bytes ? sum.flops / sum.bytes : 0, y: sum.time ? sum.flops / sum.time / 1e3 : 0, gbs: gbPerS(sum.bytes, sum.time), sum, on: true, ...more });
     const points = this.stageGroups.filter((group) => group.flops > 0 && group.bytes > 0).map((group) => {
       const stage = rec.stages[group.key];
       return point(group, { name: stage.name, label: stage.label, color: stage.color, share: group.time / this.total, on: !on || group.rows.some((i) => on[i]) });
     });
     const all = this.stageGroups.reduce((sum, g) => ({ time: sum.time + g.time, bytes: sum.bytes + g.bytes, flops: sum.flops + g.flops, n: sum.n + g.n }), { time: 0, bytes: 0, flops: 0, n: 0 });
-    if (all.bytes) points.push(point(all, { name: "whole", label: this.scope === "step" ? "whole step" : "all steps", color: ink, hollow: true, shape: "square", share: 0.06, bold: true, on: !chosen }));
+    if (all.bytes) points.push(point(all, { name: "whole", label: this.scope === "step" ? "whole step" : "all steps", color: "ink", hollow: true, shape: "square", share: 0.06, bold: true, on: !chosen }));
     if (chosen?.length) {
       const sum = rec.sum(chosen, this.wall);
-      if (sum.bytes && sum.flops) points.push(point(sum, { name: "selection", label: "selected", color: readTheme(this.root).accent, shape: "diamond", share: 0.1, bold: true }));
+      if (sum.bytes && sum.flops) points.push(point(sum, { name: "selection", label: "selected", color: "accent", shape: "diamond", share: 0.1, bold: true }));
     }
     const [from, to] = this.members;
     const stride = Math.max(1, Math.ceil((to - from) / CLOUD));

@@ -22,7 +22,7 @@ function number(key, title, help, value, more = {}) {
 function shared({ peak, total, time, bytes, flops }) {
   const rate = (i) => gbPerS(bytes(i), time(i));
   const first = [
-    number("share", "share %", "Part of the time of the step, or of all steps of the window", (i) => (100 * time(i)) / total, { names: ["share"], text: (i) => digits((100 * time(i)) / total, 1), width: 62 }),
+    number("share", "share %", "Part of the time of the step, or of all steps of the window", (i) => (100 * time(i)) / total, { names: ["share"], text: (i) => digits((100 * time(i)) / total, 1), width: 68 }),
     number("gbs", "GB/s", "Bytes that must move over the time shown", rate, { names: ["gbs", "GB/s"], full: "gb_per_s", width: 62 }),
     number("peak", "% peak", peak ? `Of ${peak[1]} GB/s (${peak[0]}); above 100, it came from a cache` : "No peak is known", (i) => (peak ? (100 * rate(i)) / peak[1] : NaN),
       { names: ["peak", "%"], full: "percent_of_peak", text: (i) => (peak ? digits((100 * rate(i)) / peak[1], 0) : ""), width: 66 }),

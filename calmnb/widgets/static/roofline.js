@@ -53,6 +53,7 @@ export class Roofline extends Chart {
     });
   }
 
+  /** Points may name a colour of the theme ("ink", "accent"), which is known only when they are drawn. */
   set({ points, cloud = [], links = [], peaks, roofs = [] }) {
     Object.assign(this, { points, cloud, links, peaks, roofs, cursor: null });
     this.invalidate();
@@ -175,7 +176,7 @@ export class Roofline extends Chart {
       const p = this.points[i];
       const radius = 3.5 + 9 * Math.sqrt(Math.max(p.share, 0));
       ctx.globalAlpha = p.on ? 1 : 0.2;
-      mark(ctx, theme, p, ...this.places[i], radius, this.cursor === i);
+      mark(ctx, theme, { ...p, color: theme[p.color] || p.color }, ...this.places[i], radius, this.cursor === i);
     }
     ctx.globalAlpha = 1;
   }
@@ -185,7 +186,7 @@ export class Roofline extends Chart {
     const [from, to] = [this.places[i], this.places[j]];
     if (!from || !to) return;
     ctx.globalAlpha = this.points[j].on ? 0.9 : 0.2;
-    ctx.strokeStyle = this.points[j].color;
+    ctx.strokeStyle = theme[this.points[j].color] || this.points[j].color;
     ctx.lineWidth = 1.5;
     line(ctx, ...from, ...to);
     ctx.globalAlpha = 1;
@@ -225,7 +226,7 @@ export class Roofline extends Chart {
     rows.forEach(([p, i], k) => {
       const y = box.top + k * slot;
       ctx.globalAlpha = p.on ? 1 : 0.25;
-      ctx.fillStyle = p.color;
+      ctx.fillStyle = theme[p.color] || p.color;
       ctx.fillRect(box.left, y + 2, x(p.gbs) - box.left, slot - 5);
       if (this.cursor === i) {
         ctx.strokeStyle = theme.ink;
@@ -276,7 +277,10 @@ export class Roofline extends Chart {
     return best;
   }
 
-  describe(i) { return this.tipOf(this.points[i]); }
+  describe(i) {
+    const p = this.points[i];
+    return this.tipOf({ ...p, color: p.color.startsWith("#") ? p.color : `var(--cn-${p.color})` });
+  }
 }
 
 function line(ctx, x0, y0, x1, y1) {

@@ -96,7 +96,7 @@ export class VirtualTable {
     this.input.setAttribute("aria-invalid", String(Boolean(problem)));
     this.input.classList.toggle("cn-wrong", Boolean(problem));
     const [shown, all] = [this.index.length, this.all.length].map((n) => n.toLocaleString("en-US"));
-    setText(this.count, problem || (shown === all ? `${all} rows` : `${shown} of ${all} rows`));
+    setText(this.count, problem || (shown === all ? `${all} row${all === "1" ? "" : "s"}` : `${shown} of ${all} rows`));
     this.scroller.setAttribute("aria-rowcount", String(this.index.length + 1));
     this.node.dataset.rows = String(this.index.length);
     this.drawSoon();

@@ -7,7 +7,7 @@ import { pixel, Pixels } from "./pixels.js";
 export const TOP = 22;
 export const BOTTOM = 4;
 export const STRIP = 30;
-const DIM = 0.17;
+const DIM = 0.2;
 const MOST_NAMES = 150;
 
 /** Draws a Timeline (`line`): its canvas, and the overview under it. */
@@ -185,7 +185,7 @@ export class TimelinePainter {
   paintNames(ctx) {
     const { line } = this;
     const lane = line.laneHeight;
-    if (lane < 11) return;
+    if (lane < 12.5) return;
     const { rec } = line;
     ctx.textAlign = "left";
     ctx.lineWidth = 2;
