@@ -114,6 +114,7 @@ class StampRing:
         self._read = 0
         self.edges = StepEdges(0.0, 0.0, 0.0)
         self._origin: int | None = None
+        self._newest = 1  # end of the last kernel of the step read last, in the GPU's nanoseconds
         self._offset = float("inf")
         self._calibrated = -float("inf")
 
@@ -145,12 +146,15 @@ class StampRing:
         first = (serial % self.rows) * self._stride
         row = self._ring[first : first + 2 * n + 4]
         began = time.perf_counter()
-        while int(row[0]) != serial + 1:
+        while True:
+            # Words of a row may arrive in any order: what is older than the last step read is still to come.
+            ticks = row[2:].astype(np.int64)  # nanoseconds since 1970, beyond what a float holds to the nanosecond
+            if int(row[0]) == serial + 1 and int(ticks[: 2 * n].min()) >= self._newest <= int(ticks[-1]):
+                break
             if time.perf_counter() - began > timeout_s:
                 raise DeviceError("the times of a step did not arrive; this is a bug in calmnb, please report it")
             time.sleep(0)
         now = time.perf_counter()
-        ticks = row[2:].astype(np.int64)  # nanoseconds since 1970, beyond what a float holds to the nanosecond
         if self._origin is None:
             self._origin = int(ticks[-1])
         seconds = (ticks - self._origin).astype(np.float64) * 1e-9
@@ -167,6 +171,7 @@ class StampRing:
         if now - last_end < self._offset or now - self._calibrated > _CALIBRATION_S:
             self._offset = now - last_end
             self._calibrated = now
+        self._newest = int(ticks[: 2 * n].max())
         times += self._offset
         recorder.add(
             phase, pos, kv_len, 1, kernels, times[:, 0], times[:, 1], begin + self._offset, last_end + self._offset

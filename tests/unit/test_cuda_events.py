@@ -122,6 +122,35 @@ def test_the_ring_holds_thousands_of_steps() -> None:
     assert engine.program("logits", stamped=True).launches[-1].args[0].rows == STAMP_ROWS
 
 
+def test_a_row_that_is_still_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The serial number arrives before the times: those that stand there are of an older step."""
+    gpu = ClockedGpu()
+    monkeypatch.setattr("calmnb.engine.cuda_graphs.StampRing", functools.partial(StampRing, rows=12))
+    engine, recorder = open_engine(gpu=gpu)
+    list(engine.decode_many(3, 0, 20))
+    stamps = engine.graphs.stamps
+    assert stamps is not None
+    row = stamps._ring[20 % 12 * stamps._stride :][: stamps._stride]
+    late: list[np.ndarray] = []
+    run = gpu.on_run
+
+    def out_of_order(launches: Any) -> None:
+        before = row.copy()
+        run(launches)
+        late.append(row[6:40].copy())
+        row[6:40] = before[6:40]
+
+    def arrive(seconds: float) -> None:
+        row[6:40] = late.pop() if late else row[6:40]
+
+    gpu.on_run = out_of_order
+    monkeypatch.setattr("calmnb.engine.cuda_stamps.time.sleep", arrive)
+    list(engine.decode_many(3, 20, 1))
+    step = recorder.steps[-1]
+    np.testing.assert_allclose(step[6] - step[5], 10e-6, atol=2e-9)
+    assert step[5][0] > recorder.steps[-2][6][-1]
+
+
 def test_the_ring_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calmnb.engine.cuda_graphs.StampRing", functools.partial(StampRing, rows=12))
     engine, recorder = open_engine()
