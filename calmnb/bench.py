@@ -348,7 +348,7 @@ def measure_copy(gpu: Any, *, nbytes: int = 2 << 30, repeats: int = 9) -> float:
     buffers = [gpu.allocate(nbytes) for _ in range(2)]
     try:
         times = [gpu.time_call(lambda: gpu.copy(*buffers, nbytes)) for _ in range(repeats + 1)][1:]
-        return 2 * nbytes / statistics.median(times) / 1e9
+        return float(2 * nbytes / statistics.median(times) / 1e9)
     finally:
         for buffer in buffers:
             gpu.release(buffer)
