@@ -328,15 +328,24 @@ def _nvrtc(spec: KernelSpec, arch: str, text: str | None = None) -> tuple[bytes,
     )
     try:
         failed = int(nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])[0]) != 0
-        buffer = b" " * int(check(nvrtc.nvrtcGetProgramLogSize(program)))  # type: ignore[call-overload]
+        buffer = _writable(int(check(nvrtc.nvrtcGetProgramLogSize(program))))  # type: ignore[call-overload]
         check(nvrtc.nvrtcGetProgramLog(program, buffer))
         log = buffer.rstrip(b"\0 ").decode(errors="replace")
         if failed:
             raise CompileError(
                 f"kernel {spec.name} of {spec.source} does not compile for {arch}\noptions: {' '.join(options)}\n{log}"
             )
-        cubin = b" " * int(check(nvrtc.nvrtcGetCUBINSize(program)))  # type: ignore[call-overload]
+        cubin = _writable(int(check(nvrtc.nvrtcGetCUBINSize(program))))  # type: ignore[call-overload]
         check(nvrtc.nvrtcGetCUBIN(program, cubin))
         return cubin, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def _writable(size: int) -> bytes:
+    """Bytes that NVRTC may write into, at least `size` long.
+
+    Python keeps one object for each bytes of length one and shares it with everybody: an empty log, written as a lone zero
+    into ``b" " * 1``, would make every ``b" "`` of the process a zero byte, and with it the headers of NumPy's files.
+    """
+    return bytes(max(size, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,3 +92,28 @@ def test_missing_headers_say_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     with pytest.raises(CalmnbError, match="pip install"):
         kernels.cuda_include_dir()
+
+
+def test_nvrtc_never_writes_into_an_object_that_python_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty log has a size of one, and there is but one bytes object for each single byte."""
+    given: list[bytes] = []
+
+    def write(program: object, buffer: bytes) -> tuple[int]:
+        given.append(buffer)
+        return (0,)
+
+    nvrtc = SimpleNamespace(
+        nvrtcVersion=lambda: (0, 13, 0),
+        nvrtcCreateProgram=lambda *args: (0, object()),
+        nvrtcCompileProgram=lambda *args: (0,),
+        nvrtcDestroyProgram=lambda program: (0,),
+        nvrtcGetProgramLogSize=lambda program: (0, 1),
+        nvrtcGetCUBINSize=lambda program: (0, 1),
+        nvrtcGetProgramLog=write,
+        nvrtcGetCUBIN=write,
+    )
+    monkeypatch.setattr(kernels, "_load_nvrtc", lambda: nvrtc)
+    _, log = kernels._nvrtc(KernelSpec("read_bytes", "cache.cu"), "sm_90")
+    assert log == ""
+    assert len(given) == 2
+    assert not [buffer for buffer in given if any(buffer is bytes([i]) for i in range(256))]
