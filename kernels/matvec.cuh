@@ -44,7 +44,7 @@ struct MatvecArgs {
   void* kcache;            // [kv_head][seq_len][head_dim]
   void* vcache;
   const int* state;
-  float2* best;            // per block: largest logit, its index as int bits
+  float4* best;            // per block: largest logit, its index as int bits, sum of exp(l - largest), 0; or null
   const float* router;     // [n_experts] router logits
   u64* stamp;
   int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active;

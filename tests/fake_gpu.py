@@ -131,7 +131,7 @@ class ClockedGpu(FakeGpu):
                 level = dict(one.kernel.spec.defines)["CALMNB_STAMPS"]
                 # Nothing overlaps here, so a wait for the kernel ahead returns at once.
                 pair[0], pair[1] = (2**64 - 1 if level == 4 else begun), (begun if level >= 3 else self.ticks)
-        samples = [one for one in launches if one.kernel.name == "sample_max"]
+        samples = [one for one in launches if one.kernel.name in ("sample_max", "sample_draw")]
         if samples:
             deliver(samples, self.choose)
 

@@ -23,6 +23,8 @@ from calmnb.sampler import Sampling
 __all__ = [
     "HOST_RING",
     "SAMPLE_BLOCKS",
+    "SAMPLE_SCRATCH_BYTES",
+    "SAMPLE_THREADS",
     "STATE_WORDS",
     "AttentionArgs",
     "AttentionPlan",
@@ -31,6 +33,7 @@ __all__ = [
     "HostToken",
     "SampleArgs",
     "SampleParams",
+    "SamplePlan",
     "SinkArgs",
     "all_specs",
     "collect_spec",
@@ -38,6 +41,7 @@ __all__ = [
     "embed_spec",
     "history_row",
     "plan_attention",
+    "plan_sampling",
     "sample_params",
     "sample_specs",
     "sinks_spec",
@@ -46,8 +50,14 @@ __all__ = [
 
 #: int32 words of the step state in device memory (kernels/common.cuh, kernels/state.cuh).
 STATE_WORDS = 16
-#: Blocks that look for the largest logit.
+#: Most blocks that choose a token (`MOST_BLOCKS` of kernels/sample.cuh).
 SAMPLE_BLOCKS = 64
+#: Threads of each.
+SAMPLE_THREADS = 256
+#: `SampleScratch` of kernels/sample.cuh: histogram, then 28 bytes a block, then counters.
+SAMPLE_SCRATCH_BYTES = 2048 * 8 + SAMPLE_BLOCKS * 28 + 16
+#: `DrawShared` of kernels/sample_draw.cu, and the logits that its list holds (`LIST`).
+_DRAW_SHARED, _DRAW_LIST = 21472, 4096
 #: Tokens the ring in pinned host memory holds; the engine never runs further ahead.
 HOST_RING = 256
 
@@ -86,16 +96,14 @@ class EmbedArgs(ctypes.Structure):
 
 
 class SampleParams(ctypes.Structure):
-    """`SampleParams` of kernels/sample.cu: how tokens are chosen; lives in device memory."""
+    """`SampleParams` of kernels/sample.cuh: how tokens are chosen; lives in device memory."""
 
     _fields_ = [
         ("temperature", _FLOAT),
-        ("inverse_temperature", _FLOAT),
         ("penalty", _FLOAT),
         ("min_p_offset", _FLOAT),
-        ("top_p", ctypes.c_double),
         ("top_k", _INT),
-        ("greedy", _INT),
+        ("top_p", ctypes.c_double),
         ("n_ids", _INT),
         ("penalty_range", _INT),
         ("rng", ctypes.c_uint64),
@@ -103,24 +111,22 @@ class SampleParams(ctypes.Structure):
 
 
 class HostToken(ctypes.Structure):
-    """`HostToken` of kernels/sample.cu: a sampled token on its way to the host."""
+    """`HostToken` of kernels/sample.cuh: a sampled token on its way to the host."""
 
     _fields_ = [("token", _INT), ("logprob", _FLOAT), ("pos", _INT), ("step", _INT)]
 
 
 class SampleArgs(ctypes.Structure):
-    """`SampleArgs` of kernels/sample.cu."""
+    """`SampleArgs` of kernels/sample.cuh."""
 
     _fields_ = [
         *[
             (n, _POINTER)
-            for n in (
-                "logits", "adjusted", "block_best", "block_sum", "counter", "scratch", "params", "state", "history", "host_ring"
-            )
+            for n in ("logits", "best", "adjusted", "candidates", "scratch", "params", "state", "history", "host_ring")
         ],
-        *[(n, _INT) for n in ("vocab", "history_cap", "host_cap", "write_adjusted")],
+        *[(n, _INT) for n in ("vocab", "n_best", "history_cap", "host_cap", "rehearse")],
         ("stamp", _POINTER),
-    ]  # fmt: skip
+    ]
 
 
 class SinkArgs(ctypes.Structure):
@@ -146,12 +152,10 @@ def sample_params(s: Sampling, rng_state: int, n_ids: int) -> SampleParams:
     offset = float(np.float32(math.log(s.min_p)) * t) if s.min_p > 0 else -math.inf
     return SampleParams(
         temperature=float(t),
-        inverse_temperature=0.0,
         penalty=s.repetition_penalty,
         min_p_offset=offset,
+        top_k=min(s.top_k, n_ids),
         top_p=s.top_p,
-        top_k=s.top_k,
-        greedy=int(s.is_greedy),
         n_ids=n_ids,
         penalty_range=s.repetition_range if s.repetition_penalty != 1.0 else 0,
         rng=rng_state,
@@ -331,9 +335,45 @@ def embed_grid(config: ModelConfig) -> int:
     return -(-config.dim // 256) + 1
 
 
+@dataclass(frozen=True)
+class SamplePlan:
+    """Launch of the kernels that choose a token.
+
+    Attributes
+    ----------
+    blocks : int
+        A power of two, so many that all can stand on the GPU at once: those of a draw wait for each other.
+    block : int
+    max_shared, draw_shared : int
+        Dynamic shared memory, bytes.
+    rehearse : bool
+        Run once on nothing while the kernel before is still busy (dependent launch), to have the instructions at hand.
+    """
+
+    blocks: int
+    block: int
+    max_shared: int
+    draw_shared: int
+    rehearse: bool
+
+
+def plan_sampling(vocab: int, sm_count: int, *, rehearse: bool = False) -> SamplePlan:
+    """Geometry of sampling for `vocab` logits on a GPU of `sm_count` multiprocessors.
+
+    Examples
+    --------
+    >>> plan_sampling(128256, 132)
+    SamplePlan(blocks=64, block=256, max_shared=252, draw_shared=54492, rehearse=False)
+    """
+    blocks = 1 << (min(SAMPLE_BLOCKS, sm_count).bit_length() - 1)
+    part = (vocab // blocks // 32 + 1) * 32
+    bits = part // 8
+    return SamplePlan(blocks, SAMPLE_THREADS, bits, _DRAW_SHARED + 8 * max(part, _DRAW_LIST) + bits, rehearse)
+
+
 def sample_specs() -> tuple[KernelSpec, KernelSpec]:
-    """The kernels that choose a token: the maximum, and the draw."""
-    return KernelSpec("sample_max", "sample.cu"), KernelSpec("sample_draw", "sample.cu")
+    """The kernels that choose a token: the most likely one, or a drawn one."""
+    return KernelSpec("sample_max", "sample.cu"), KernelSpec("sample_draw", "sample_draw.cu")
 
 
 def sinks_spec() -> KernelSpec:

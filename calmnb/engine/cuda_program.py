@@ -20,7 +20,7 @@ from calmnb.engine.cuda_device import Launch
 from calmnb.engine.cuda_matvec import Device, MatvecArgs, MatvecPlan, matrix_shapes, plan_matvec
 from calmnb.engine.cuda_ops import (
     HOST_RING,
-    SAMPLE_BLOCKS,
+    SAMPLE_SCRATCH_BYTES,
     STATE_WORDS,
     AttentionArgs,
     AttentionPlan,
@@ -29,11 +29,13 @@ from calmnb.engine.cuda_ops import (
     HostToken,
     SampleArgs,
     SampleParams,
+    SamplePlan,
     SinkArgs,
     collect_spec,
     embed_grid,
     embed_spec,
     plan_attention,
+    plan_sampling,
     sample_specs,
     sinks_spec,
 )
@@ -67,6 +69,7 @@ class Plans:
     matvec: Mapping[str, MatvecPlan]  # qkv, out, gateup, down, logits, [router]
     wide: frozenset[str]  # names of weight regions that need the wide kernel
     wide_matvec: Mapping[str, MatvecPlan]
+    sampling: SamplePlan
 
     def is_short(self, pos: int) -> bool:
         """Whether a step at `pos` sees so little that the short attention serves it."""
@@ -136,6 +139,7 @@ def make_plans(
         plans(False),
         wide,
         plans(True) if wide else {},
+        plan_sampling(config.vocab_size, sm_count, rehearse=device.has_pdl),
     )
 
 
@@ -159,8 +163,8 @@ def activation_layout(plans: Plans) -> Layout:
         [
             ("state", STATE_WORDS * 4),
             ("params", ctypes.sizeof(SampleParams)),
-            ("scratch", 16),
-            ("counters", (groups + 1) * 4),
+            ("sampling", SAMPLE_SCRATCH_BYTES),
+            ("counters", groups * 4),
             ("x32", floats(c.dim)),
             ("x32b", floats(c.dim) if c.is_parallel else 0),
             ("x16", floats(c.dim) // 2),
@@ -172,13 +176,12 @@ def activation_layout(plans: Plans) -> Layout:
             ("rope", max(c.rotary_dim // 2, 1) * 8),
             ("frequencies", max(c.rotary_dim // 2, 1) * 8),
             ("router", floats(max(c.n_experts, 1))),
-            ("best", producers * 8),
+            ("best", producers * 16),
             ("partial", c.n_heads * splits * c.head_dim * 4),
             ("partial_ml", c.n_heads * splits * 8),
             ("logits", floats(c.vocab_size)),
             ("adjusted", floats(c.vocab_size)),
-            ("block_best", SAMPLE_BLOCKS * 8),
-            ("block_sum", SAMPLE_BLOCKS * 8),
+            ("candidates", floats(c.vocab_size)),
             ("history", plans.seq_len * 4),
         ]
     )
@@ -343,22 +346,22 @@ def build_program(
     # -- what follows
     if ending != "none":
         region = "output" if "output" in weights else "embed"
-        matvec(
+        logits = matvec(
             "logits", region, Kernel("output", -1, _matvec_name(c, "rows")), **normed, g=weights["final_norm"],
             y32=work["logits"], best=work["best"], rows=c.vocab_size, cols=c.dim,
         )  # fmt: skip
     if ending in ("greedy", "draw"):
+        s = plans.sampling
         args = SampleArgs(
-            **{n: work[n] for n in ("logits", "adjusted", "block_best", "block_sum", "scratch", "params", "state", "history")},
-            counter=work["counters"] + 4 * plans.attention.groups, host_ring=host_ring, vocab=c.vocab_size,
-            history_cap=plans.seq_len, host_cap=HOST_RING, write_adjusted=int(ending == "draw"),
+            **{n: work[n] for n in ("logits", "best", "adjusted", "candidates", "params", "state", "history")},
+            scratch=work["sampling"], host_ring=host_ring, vocab=c.vocab_size, n_best=logits.grid, history_cap=plans.seq_len,
+            host_cap=HOST_RING, rehearse=int(s.rehearse),
         )  # fmt: skip
-        slice_words = -(-c.vocab_size // SAMPLE_BLOCKS // 32) + 1
         maximum, draw = sample_specs()
-        add(maximum, Kernel("sample", -1, "sample_max"), (SAMPLE_BLOCKS, 1), 256, 4 * slice_words, args)
-        if ending == "draw":
-            again = SampleArgs.from_buffer_copy(args)
-            add(draw, Kernel("sample", -1, "sample_draw"), (1, 1), 1024, 0, again)
+        if ending == "greedy":
+            add(maximum, Kernel("sample", -1, "sample_max"), (s.blocks, 1), s.block, s.max_shared, args)
+        else:
+            add(draw, Kernel("sample", -1, "sample_draw"), (s.blocks, 1), s.block, s.draw_shared, args)
     if stamps:
         collect = CollectArgs(
             stamps=stamps, ring=stamp_ring, serial=stamp_serial, n=len(rows), rows=stamp_rows, stride=stamp_stride,

@@ -74,7 +74,7 @@ class EmulatedLauncher:
             (self.folder / f"{name}.cpp").write_text(WRAPPER.format(source=spec.source, name=spec.name, args=args))
             subprocess.run(
                 ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
-                 "-U_FORTIFY_SOURCE", *spec.options(), f"-I{HERE}", "-o", f"{name}.so", f"{name}.cpp"],
+                 "-U_FORTIFY_SOURCE", "-fno-gnu-unique", *spec.options(), f"-I{HERE}", "-o", f"{name}.so", f"{name}.cpp"],
                 cwd=self.folder, check=True,
             )  # fmt: skip
             self._libraries[spec] = ctypes.CDLL(str(self.folder / f"{name}.so"))
@@ -82,3 +82,22 @@ class EmulatedLauncher:
 
     def launch(self, plan: MatvecPlan, args: MatvecArgs, stream: Any = None, *, pdl: bool = True) -> None:
         self.library(plan.spec).run(ctypes.byref(args), plan.grid, plan.block, plan.smem, 1, 0)
+
+    def launch_grid(
+        self,
+        spec: KernelSpec,
+        args_name: str,
+        args: ctypes.Structure,
+        grid: int,
+        block: int,
+        shared: int,
+        *,
+        together: bool = False,
+        order: int = 0,
+    ) -> None:
+        """Run any kernel; `order` changes which block comes first.
+
+        With `together` all blocks stand side by side, for kernels whose blocks wait for each other: these must have no
+        static shared memory, which here is one for all blocks.
+        """
+        self.library(spec, args_name).run(ctypes.byref(args), grid, block, shared, grid if together else 1, order)

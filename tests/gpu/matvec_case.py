@@ -178,7 +178,7 @@ class MatvecCase:
                 put("res", self.res)
         else:
             out("y32", rows, np.float32)
-            out("best", 2 * self.plan.grid, np.float32)
+            out("best", 4 * self.plan.grid, np.float32)
         self.stamp = cp.asarray(np.array([2**64 - 1, 0], np.uint64))
         a.stamp = self.stamp.data.ptr
 
@@ -244,12 +244,14 @@ class MatvecCase:
             got["sum"], expected["sum"] = part[:1] / np.sqrt(len(y)) / y.std(), np.array([y.sum()]) / np.sqrt(len(y)) / y.std()
         else:
             expected["y32"] = y
-            best = result["best"].reshape(-1, 2)
+            best = result["best"].reshape(-1, 4)
             values, index = best[:, 0], np.ascontiguousarray(best[:, 1]).view(np.int32)
             top = int(np.argmax(values))
             flat = result["y32"]
             assert values[top] == flat.max(), "best value"
             assert index[top] == int(np.argmax(flat)), "best index"
+            shifted = float((best[:, 2] * np.exp(values - flat.max()).astype(np.float64)).sum())
+            assert abs(shifted / np.exp(flat.astype(np.float64) - flat.max()).sum() - 1) < 1e-5, "sum of exponentials"
         errors = {}
         for name, e in expected.items():
             a = got[name]
