@@ -217,7 +217,7 @@ def caption(session: Session, *extra: str, statistic: str = "median") -> list[st
     parts.append(f"times: {meta.get('time_source', 'unknown')}")
     held = throttling(meta)
     if held:
-        parts.append("THROTTLED while recording: " + ", ".join(f"{name} ({share:.0f}%)" for name, share in held.items()))
+        parts.append("THROTTLED: " + ", ".join(f"{name} in {share:.0f}% of samples" for name, share in held.items()))
     return parts
 
 

@@ -64,8 +64,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--ncu", action="store_true", help="measure one step under Nsight Compute too")
+    parser.add_argument("--only-ncu", action="store_true", help="that, and nothing else")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.only_ncu:
+        return measure_with_ncu(arguments.out, arguments.device)
     options: dict[str, Any] = {"contexts": arguments.at, "tokens": arguments.tokens, "rounds": arguments.rounds}
     begun = time.perf_counter()
     count = compile_ahead(arguments.shapes, max(arguments.at) + 49)
