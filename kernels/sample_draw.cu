@@ -321,6 +321,8 @@ extern "C" __global__ void __maxnreg__(96) sample_draw(const __grid_constant__ S
         scratch.listed[blockIdx.x] = s.listed;
       }
       if (!is_last_block(&scratch.arrivals, arrivals, ++round, &s.flag)) break;
+    } else {
+      __syncthreads();
     }
 
     // The last block. `values` and `weights` now hold the list.
