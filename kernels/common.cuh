@@ -23,12 +23,12 @@ enum StateWord { ST_TOKEN = 0, ST_POS = 1, ST_SLOT = 2, ST_LEN = 3 };
 //   0  nothing.
 //   1  start of block 0, which is the first, and last block's end, by an integer maximum (does not depend on order).
 //   2  start and end of block 0 alone.
-//   3  start of block 0, and when its pdl_wait returned: the end of the kernel before, as this one saw it (trial).
-//   4  when its pdl_wait returned, alone (trial).
-//   5  as 3, by registers (trial).
-//   6  as 1, by every eighth block (trial).
-// One thread reads the timer, never a whole block: reading it is slow, and all warps of a GPU doing so at a kernel's start
-// cost 0.3 us a kernel (H200, Mistral-7B fp8: 2% of a step).
+//   3  start of block 0, and when its pdl_wait returned: the end of the kernel before, as this one saw it.
+//   4  when its pdl_wait returned, alone.
+// At a kernel's end all wait for the last block, so 3 and 4, which add nothing there, cost least: 0.03 to 0.3% of a step of
+// Mistral-7B on an H200, where 1 costs 0.3 to 4%. They are of use where the next kernel starts before this one ends.
+// One thread reads the timer, never a whole block: all warps of a GPU reading it at a kernel's start cost 2%. And no static
+// shared memory: 16 bytes of it move the rings off their lines, which cost 14%.
 #ifndef CALMNB_STAMPS
 #define CALMNB_STAMPS 0
 #endif
@@ -38,31 +38,15 @@ DEVICE u64 global_timer() {
   return t;
 }
 DEVICE bool is_first_thread() { return (blockIdx.x | blockIdx.y | threadIdx.x) == 0; }
-#if CALMNB_STAMPS == 3 || CALMNB_STAMPS == 4
-struct __align__(128) StampPlace {  // what lies behind it in shared memory stays aligned to lines
-  u64* at;
-  u64 begun;
-};
-DEVICE StampPlace& stamp_place() {  // read by the thread that wrote it
-  __shared__ StampPlace place;
-  return place;
-}
-#endif
 DEVICE void stamp_start(u64* stamp, u64& begun) {
-#if CALMNB_STAMPS == 3 || CALMNB_STAMPS == 4
-  if (is_first_thread()) {
-    stamp_place().at = stamp;
-    stamp_place().begun = global_timer();
-  }
-#elif CALMNB_STAMPS
+#if CALMNB_STAMPS >= 1 && CALMNB_STAMPS <= 3
   if (is_first_thread()) begun = global_timer();
 #endif
 }
 // Call by all threads of the block. The start is written here too: the slots were reset by an earlier kernel, so
 // they may be touched only after pdl_wait.
 DEVICE void stamp_end(u64* stamp, u64 begun) {
-#if CALMNB_STAMPS == 1 || CALMNB_STAMPS == 6
-  if (CALMNB_STAMPS == 6 && blockIdx.x % 8 && blockIdx.x != gridDim.x - 1) return;
+#if CALMNB_STAMPS == 1
   __syncthreads();
   if (threadIdx.x == 0) {
     if (is_first_thread()) stamp[0] = begun;
@@ -85,28 +69,24 @@ DEVICE void pdl_trigger() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-DEVICE void pdl_wait() {
+DEVICE void pdl_wait_only() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-#if CALMNB_STAMPS == 3 || CALMNB_STAMPS == 4
-  if (is_first_thread()) {
-    if (CALMNB_STAMPS == 3) stamp_place().at[0] = stamp_place().begun;
-    stamp_place().at[1] = global_timer();
-  }
-#endif
 }
-#if CALMNB_STAMPS == 5
-DEVICE void pdl_wait_noted(u64* stamp, u64 begun) {
-  pdl_wait();
+#if CALMNB_STAMPS >= 3
+DEVICE void pdl_wait_stamped(u64* stamp, u64 begun) {
+  pdl_wait_only();
   if (is_first_thread()) {
-    stamp[0] = begun;
+    if (CALMNB_STAMPS == 3) stamp[0] = begun;
     stamp[1] = global_timer();
   }
 }
-#define pdl_wait() pdl_wait_noted(a.stamp, begun)
+// Kernels that stamp call their arguments `a` and their start `begun`.
+#define pdl_wait() pdl_wait_stamped(a.stamp, begun)
+#else
+DEVICE void pdl_wait() { pdl_wait_only(); }
 #endif
-
 
 // Loads of what an earlier kernel wrote: never ld.global.nc, which the assembler may hoist above pdl_wait.
 DEVICE uint4 ld_v4(const void* p) {

@@ -149,7 +149,7 @@ class StepGraphs:
         assert stamps is not None
 
         def run() -> None:
-            stamps.begin(program.kernels, StampLevel({5: 3, 6: 1}.get(level, level)))
+            stamps.begin(program.kernels, StampLevel(level))
             graph()
 
         return run

@@ -82,6 +82,8 @@ class StepRunner:
         if not source.startswith("stamps"):
             return StampLevel.OFF
         light = source == "stamps-light"
+        if self._gpu.has_pdl and self._graphs.overlap:
+            return StampLevel.HANDED_OVER_ENDS if light else StampLevel.HANDED_OVER
         return StampLevel.BLOCK_0 if light else StampLevel.BLOCKS
 
     def ahead(self, recorder: Recorder | None, steps: int) -> int:

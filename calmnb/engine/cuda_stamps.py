@@ -114,7 +114,8 @@ class StampRing:
         self._read = 0
         self.edges = StepEdges(0.0, 0.0, 0.0)
         self._origin: int | None = None
-        self._newest = 1  # end of the last kernel of the step read last, in the GPU's nanoseconds
+        self._newest = 1  # last note of the step read last, in the GPU's nanoseconds
+        self._mapped = -float("inf")  # end of that step, on the host's clock
         self._offset = float("inf")
         self._calibrated = -float("inf")
 
@@ -149,7 +150,8 @@ class StampRing:
         while True:
             # Words of a row may arrive in any order: what is older than the last step read is still to come.
             ticks = row[2:].astype(np.int64)  # nanoseconds since 1970, beyond what a float holds to the nanosecond
-            if int(row[0]) == serial + 1 and int(ticks[: 2 * n].min()) >= self._newest <= int(ticks[-1]):
+            noted = ticks[1 : 2 * n : 2] if level == StampLevel.HANDED_OVER_ENDS else ticks[: 2 * n]
+            if int(row[0]) == serial + 1 and int(noted.min()) >= self._newest <= int(ticks[-1]):
                 break
             if time.perf_counter() - began > timeout_s:
                 raise DeviceError("the times of a step did not arrive; this is a bug in calmnb, please report it")
@@ -168,11 +170,11 @@ class StampRing:
         self.edges = StepEdges(float(seconds[-2]), last_end, float(seconds[-1]))
         pause = first_start - self.edges.moved_before
         begin = self.edges.moved_before if 0 <= pause < _BACK_TO_BACK_S else first_start
-        if now - last_end < self._offset or now - self._calibrated > _CALIBRATION_S:
-            self._offset = now - last_end
-            self._calibrated = now
-        self._newest = int(ticks[: 2 * n].max())
+        if begin == first_start or self._offset == float("inf"):  # a new run: within one, all steps keep their distance
+            late = now - self._calibrated > _CALIBRATION_S
+            self._offset = max(now - last_end if late else min(self._offset, now - last_end), self._mapped - begin)
+            self._calibrated = now if late else self._calibrated
+        self._newest = int(noted.max())
+        self._mapped = last_end + self._offset
         times += self._offset
-        recorder.add(
-            phase, pos, kv_len, 1, kernels, times[:, 0], times[:, 1], begin + self._offset, last_end + self._offset
-        )  # fmt: skip
+        recorder.add(phase, pos, kv_len, 1, kernels, times[:, 0], times[:, 1], begin + self._offset, self._mapped)

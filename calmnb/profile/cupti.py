@@ -7,6 +7,7 @@ CUPTI adds to a step is large (about 100 to 230 us on an H200), so this checks t
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from calmnb.engine.base import Kernel
 from calmnb.errors import CalmnbError, DeviceError
 from calmnb.profile.recorder import StepRecord
 
-__all__ = ["KernelRecord", "cupti_problem", "step_records", "trace_kernels", "trace_steps"]
+__all__ = ["KernelRecord", "cupti_problem", "kernel_excess", "step_records", "trace_kernels", "trace_steps"]
 
 _BUFFER_BYTES = 8 << 20
 
@@ -143,10 +144,9 @@ def step_records(records: Sequence[KernelRecord], engine: Any, first_pos: int, n
     for record in records:
         if record.graph:
             launches.setdefault(record.launch, []).append(record)
-    steps = sorted(
-        (part for part in launches.values() if any(r.name.startswith("sample_") for r in part)),
-        key=lambda part: min(r.start for r in part),
-    )
+    in_order = sorted(launches.values(), key=lambda part: min(r.start for r in part))
+    sizes = {len(engine.program_at(ending, first_pos + i).kernels) for ending in ("greedy", "draw") for i in (0, n - 1)}
+    steps = [part for part in in_order if len(part) in sizes][-n:]  # the prompt's steps came before
     if len(steps) != n:
         raise DeviceError(
             f"CUPTI delivered {len(steps)} of {n} steps ({len(records)} kernel records, {len(launches)} graph launches); "
@@ -157,17 +157,19 @@ def step_records(records: Sequence[KernelRecord], engine: Any, first_pos: int, n
 
 
 def _step(part: list[KernelRecord], engine: Any, pos: int, origin: int) -> StepRecord:
-    ending = "draw" if any(r.name == "sample_draw" for r in part) else "greedy"
-    program = engine.program_at(ending, pos)
-    wanted = [one.kernel.name for one in program.launches[: len(program.kernels)]]
     # Nodes are numbered in the order of their capture; without numbers, or under another order, a kernel still starts
     # no earlier than the one it depends on.
     orders = (sorted(part, key=lambda r: (r.node, r.start)), sorted(part, key=lambda r: (r.start, r.node)))
-    found = next((order for order in orders if [r.name for r in order] == wanted), None)
-    if found is None:
+    for ending in ("greedy", "draw"):
+        program = engine.program_at(ending, pos)
+        wanted = [one.kernel.name for one in program.launches[: len(program.kernels)]]
+        found = next((order for order in orders if [r.name for r in order] == wanted), None)
+        if found is not None:
+            break
+    else:
         raise DeviceError(
-            f"the step at position {pos} has {len(wanted)} kernels, CUPTI saw {len(part)}, in another order or of other "
-            f"names: {', '.join(r.name for r in orders[0][:8])} ...; take times by stamps or events"
+            f"the kernels that CUPTI saw of the step at position {pos} are not those of the engine's graph, or come in another "
+            f"order: {', '.join(r.name for r in orders[0][:8])} ...; take times by stamps or events"
         )
     starts = np.array([r.start - origin for r in found], np.float64) * 1e-9
     ends = np.array([r.end - origin for r in found], np.float64) * 1e-9
@@ -175,6 +177,23 @@ def _step(part: list[KernelRecord], engine: Any, pos: int, origin: int) -> StepR
     return StepRecord(
         0, "decode", pos, engine.runner.kv_len(pos), 1, kernels, starts, ends, float(starts.min()), float(ends.max())
     )  # fmt: skip
+
+
+def kernel_excess(engine: Any, *, n: int = 65) -> float:
+    """Seconds that CUPTI counts for a kernel beyond the time that the kernel itself saw: its launch and its drain.
+
+    Measured with a kernel of a block a multiprocessor that notes its own first start and last end, median of `n`; 0 where
+    CUPTI gave no record of it.
+
+    Raises
+    ------
+    DeviceError
+        As `trace_kernels`.
+    """
+    with trace_kernels() as records:
+        _, own = engine.runner.events.time_stays(n, 5_000, engine.gpu.sm_count)
+    seen = [1e-9 * (r.end - r.start) for r in records if r.name == "hold_time"]
+    return statistics.median(seen) - statistics.median(own) if seen else 0.0
 
 
 def trace_steps(engine: Any, pos: int, n: int) -> list[StepRecord]:

@@ -244,7 +244,7 @@ def _sums_of_rows(engine: Any, context: int, steps: int) -> list[Check]:
 def _kernel_times(engine: Any, context: int, steps: int, use_cupti: bool) -> tuple[list[dict[str, Any]], list[Check]]:
     source, overlap, n = engine.time_source, engine.graphs.overlap, max(steps // 2, 8)
     found: dict[str, list[StepRecord]] = {}
-    problem = "left out with --no-cupti"
+    problem, excess = "left out with --no-cupti", 0.0
     try:
         engine.graphs.overlap = False
         for kind in ("stamps", "events"):
@@ -252,7 +252,7 @@ def _kernel_times(engine: Any, context: int, steps: int, use_cupti: bool) -> tup
             found[kind] = _recorded(engine, context, n)
         if use_cupti:
             try:
-                found["cupti"] = _by_cupti(engine, context, n)
+                found["cupti"], excess = _by_cupti(engine, context, n)
             except CalmnbError as error:
                 problem = str(error)
     finally:
@@ -272,10 +272,13 @@ def _kernel_times(engine: Any, context: int, steps: int, use_cupti: bool) -> tup
         if a not in tables or b not in tables:
             checks.append(Check(what, None, "us", bound, None, problem))
             continue
-        worst = max(rows, key=lambda row: abs(row[f"{a}_us"] - row[f"{b}_us"]) / _allowed(row[f"{b}_us"]))
-        off = worst[f"{a}_us"] - worst[f"{b}_us"]
-        note = f"{worst['stage']}: {worst[f'{a}_us']:.2f} us against {worst[f'{b}_us']:.2f}; kernels alone, medians"
-        checks.append(Check(what, off, "us", bound, abs(off) <= _allowed(worst[f"{b}_us"]), note))
+        beyond = 1e6 * excess if b == "cupti" else 0.0
+        pairs = [(row["stage"], row[f"{a}_us"], row[f"{b}_us"] - beyond) for row in rows]
+        stage, ours, theirs = max(pairs, key=lambda pair: abs(pair[1] - pair[2]) / _allowed(pair[2]))
+        note = f"{stage}: {ours:.2f} us against {theirs:.2f}; kernels alone, medians"
+        if beyond:
+            note += f"; of CUPTI's times {beyond:.2f} us are taken off, which it adds to a kernel that times itself"
+        checks.append(Check(what, ours - theirs, "us", bound, abs(ours - theirs) <= _allowed(theirs), note))
     return rows, checks
 
 
@@ -295,11 +298,12 @@ def _recorded(engine: Any, context: int, n: int) -> list[StepRecord]:
     return recorder.steps
 
 
-def _by_cupti(engine: Any, context: int, n: int) -> list[StepRecord]:
-    from calmnb.profile.cupti import trace_steps
+def _by_cupti(engine: Any, context: int, n: int) -> tuple[list[StepRecord], float]:
+    """Steps as CUPTI sees them, and what it counts for a kernel beyond the kernel's own time."""
+    from calmnb.profile.cupti import kernel_excess, trace_steps
 
     engine.pretend_cached(context)
-    return trace_steps(engine, context, n)
+    return trace_steps(engine, context, n), kernel_excess(engine)
 
 
 def _by_stage(records: Sequence[StepRecord]) -> dict[tuple[str, str], tuple[int, float]]:

@@ -27,6 +27,7 @@ inline void require(bool ok, const char* what) {
 }
 inline void pdl_trigger() {}
 inline void pdl_wait() {}
+inline void pdl_wait_only() {}
 inline uint4 ld_v4(const void* p) {
   require((uintptr_t)p % 16 == 0, "misaligned 16-byte load");
   uint4 v;

@@ -90,7 +90,7 @@ def stamp_costs(_: Any) -> None:
         with open_random_engine(shape_config(shape, dtype), is_tied=shape in TIED, seq_len=400) as engine:  # type: ignore[arg-type]
             for context in (0,):
                 engine.pretend_cached(context)
-                levels = (0, 1, 2, 3, 4, 5, 6)
+                levels = (0, 1, 2, 3, 4)
                 for level in levels:
                     engine.time_graph(context, 40, level=level)
                 times = [[engine.time_graph(context, 40, level=level) for level in levels] for _ in range(7)]
@@ -124,7 +124,7 @@ def handed_over(engine: Any) -> None:
     from calmnb.profile.recorder import SessionRecorder
 
     rows: dict[int, Any] = {}
-    for level in (1, 2, 3, 5):
+    for level in (1, 3):
         recorder = SessionRecorder({})
         between, moving = engine.time_steps(100, 60, recorder, level=level)
         settled = recorder.steps[5:]
@@ -134,7 +134,7 @@ def handed_over(engine: Any) -> None:
         whole = statistics.median(r.step_end - r.step_start for r in settled)
         print(f"level {level}: rows {1e6 * whole:.2f} us, events and moving", [statistics.median(x) for x in (between, moving)])
     for i, kernel in enumerate(settled[0].kernels):
-        cells = (f"{1e6 * rows[level][side][i]:9.2f}" for level in (1, 5) for side in (0, 1))
+        cells = (f"{1e6 * rows[level][side][i]:9.2f}" for level in (1, 3) for side in (0, 1))
         blocks, seen = " ".join([next(cells), next(cells)]), " ".join([next(cells), next(cells)])
         print(f"  {kernel.stage:16s} {kernel.layer:3d} start, end: blocks {blocks}  handed over {seen}")
 

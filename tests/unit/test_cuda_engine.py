@@ -191,7 +191,7 @@ def test_stamped_kernels_have_a_slot_each() -> None:
     slots = [one.args[0].stamp for one in timed]
     assert slots == [slots[0] + 16 * i for i in range(len(program.kernels))]
     assert collect.args[0].n == len(program.kernels)
-    assert all(dict(one.kernel.spec.defines).get("CALMNB_STAMPS") == 1 for one in timed)
+    assert all(dict(one.kernel.spec.defines).get("CALMNB_STAMPS") == 3 for one in timed)
 
 
 @pytest.mark.parametrize("name", list(SHAPES))

@@ -106,6 +106,16 @@ def test_a_step_queued_behind_another_begins_where_that_ended() -> None:
         assert step[5][0] - step[7] == pytest.approx(2e-6, abs=1e-8)
 
 
+def test_steps_never_overlap_on_the_hosts_clock() -> None:
+    gpu = ClockedGpu()
+    engine, recorder = open_engine(gpu=gpu)
+    for first in (0, 8, 16):  # the way from clock to clock is measured again at each
+        list(engine.decode_many(3, first, 8))
+        gpu.now += 1e-4
+    for before, after in itertools.pairwise(recorder.steps):
+        assert after[7] >= before[8] - 1e-9
+
+
 def test_a_pause_of_the_hosts_is_in_no_step() -> None:
     gpu = ClockedGpu()
     engine, recorder = open_engine(gpu=gpu)
@@ -178,7 +188,7 @@ def levels_of(graph: Any) -> set[int]:
 @pytest.mark.parametrize(
     ("source", "arch", "overlap", "level"),
     [
-        ("stamps", "sm_90", True, 1), ("stamps-light", "sm_90", True, 2), ("stamps", "sm_90", False, 1),
+        ("stamps", "sm_90", True, 3), ("stamps-light", "sm_90", True, 4), ("stamps", "sm_90", False, 1),
         ("stamps-light", "sm_90", False, 2), ("stamps", "sm_89", True, 1), ("stamps-light", "sm_80", True, 2),
     ],
 )  # fmt: skip

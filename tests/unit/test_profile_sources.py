@@ -19,8 +19,9 @@ from calmnb.engine import cuda, cuda_graphs
 from calmnb.errors import CalmnbError, ConfigError, DeviceError
 from calmnb.kernels import CompiledKernel, KernelSpec, Resources
 from calmnb.profile import cupti as cupti_module
-from calmnb.profile.cupti import KernelRecord, trace_kernels, trace_steps
+from calmnb.profile.cupti import KernelRecord, kernel_excess, trace_kernels, trace_steps
 from calmnb.profile.report import text_report
+from calmnb.profile.verify import verify_engine
 from tests.fake_gpu import ClockedGpu
 
 
@@ -52,6 +53,18 @@ class FakeCupti(SimpleNamespace):
                 )
 
         gpu.on_run = traced
+        launch = gpu.on_launch
+
+        def traced_launch(launches: Any) -> None:
+            began = gpu.now
+            launch(launches)
+            if self.enabled:
+                seen = [self.record(one.kernel.name, began, gpu.now - began + 0.7e-6, 0) for one in launches]
+                for record in seen:
+                    record.graph_id = 0
+                self.pending += seen
+
+        gpu.on_launch = traced_launch
 
     def record(self, name: str, start: float, seconds: float, node: int) -> Any:
         return SimpleNamespace(
@@ -240,6 +253,30 @@ def test_cupti_is_used_again_and_again_and_registered_once(model: Any, cupti: Fa
     assert not cupti.enabled
 
 
+def test_what_cupti_counts_beyond_a_kernel_is_measured(model: Any, cupti: FakeCupti) -> None:
+    assert kernel_excess(model.engine) == pytest.approx(0.7e-6, abs=2e-9)
+
+
+def test_verify_takes_off_what_cupti_counts_beyond_a_kernel(
+    model: Any, cupti: FakeCupti, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for measure in ("measure_read", "measure_copy"):
+        monkeypatch.setattr(f"calmnb.bench.{measure}", lambda gpu: 4000.0)
+
+    def longer(records: list[Any]) -> list[Any]:
+        for record in records:
+            record.end += 700
+        return records
+
+    cupti.damage = longer
+    found = verify_engine(model.engine, "tiny", steps=8, rounds=1)
+    check = next(check for check in found.checks if check.what.startswith("kernel by events less by CUPTI"))
+    assert check.passed is True
+    assert check.value == pytest.approx(0.0, abs=0.05)
+    assert "0.70 us are taken off" in check.note
+    assert [row["cupti_us"] - row["events_us"] for row in found.kernels] == pytest.approx([0.7] * len(found.kernels), abs=0.05)
+
+
 def test_missing_records_are_an_error(model: Any, cupti: FakeCupti) -> None:
     seen: list[int] = []
     cupti.damage = lambda records: seen.append(1) or (records if len(seen) != 2 else [])  # type: ignore[func-returns-value]
@@ -249,7 +286,15 @@ def test_missing_records_are_an_error(model: Any, cupti: FakeCupti) -> None:
 
 def test_records_of_other_kernels_are_an_error(model: Any, cupti: FakeCupti) -> None:
     cupti.damage = lambda records: [r for r in records if r.name != "attention"]
-    with pytest.raises(DeviceError, match=r"has 13 kernels, CUPTI saw 11"):
+    with pytest.raises(DeviceError, match="delivered 0 of 3 steps"):
+        trace_steps(model.engine, 0, 3)
+
+    def renamed(records: list[Any]) -> list[Any]:
+        records[2].name = "something_else"
+        return records
+
+    cupti.damage = renamed
+    with pytest.raises(DeviceError, match="are not those of the engine's graph"):
         trace_steps(model.engine, 0, 3)
 
 
