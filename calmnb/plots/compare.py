@@ -17,6 +17,7 @@ from calmnb.plots.style import (
     Theme,
     caption,
     new_figure,
+    reads_ahead,
     require_decode,
     style_axes,
 )
@@ -123,7 +124,8 @@ def waterfall(
     elif (table["part"] == "rate").any():
         extra.append(f"each weight kernel: {fit_streams(session)}")
     if (table["share_percent"] < -0.5).any():
-        extra.append("to the left: read from a cache, or the peak was read in a busy moment")
+        why = "or while the kernel before ran" if reads_ahead(session) else "or the peak was read in a busy moment"
+        extra.append(f"to the left: read from a cache, {why}")
     note = caption(session, *extra, statistic="mean of the middle 60%")
     title = f"From the memory's limit to the measured step: {100 * limit_us / step_us:.0f}% of the speed of light"
     figure = new_figure(title, note, theme, height=2.0 + 0.36 * len(bars))

@@ -23,6 +23,7 @@ from calmnb.plots.style import (
     peaks,
     plain,
     plain_axis,
+    reads_ahead,
     require_decode,
     spread,
     style_axes,
@@ -59,7 +60,8 @@ def roofline(
     -------
     Figure
         Bars are medians, whiskers the 20th to 80th percentile of the steps. A bar beyond every peak is labelled, not
-        clipped: what it read came from a cache, or the peak was measured while other work ran. Where a whole step's bytes
+        clipped: what it read came from a cache, or was read while the kernel before still ran, or the peak was measured
+        while other work ran. Where a whole step's bytes
         fit in the device's last-level cache, the caption says so: memory's peak is then no limit.
 
     Raises
@@ -74,7 +76,10 @@ def roofline(
     lines = peaks(session, peak)
     rows = _rates(session, by)
     lined = "; ".join(f"peak {line}" for line in lines) or "no peak known"
-    note = caption(session, lined, cache_note(session), "whiskers: 20-80% of steps")
+    ahead = reads_ahead(session)
+    beyond = any(row.rate > line.gb_per_s for row in rows for line in lines)
+    why_beyond = "beyond a peak: began to read while the kernel before it ran" if ahead and beyond else ""
+    note = caption(session, lined, cache_note(session), "whiskers: 20-80% of steps", why_beyond)
     title = f"Memory bandwidth reached, {by} by {by}"
     figure = new_figure(title, note, theme, height=1.9 + 0.42 * len(rows))
     axes = figure.subplots()
@@ -90,6 +95,7 @@ def roofline(
         if beaten and len(beaten) == len(lines):
             # A datasheet cannot be beaten by memory. Our own reading can, if other work disturbed it.
             why = "read from a cache" if "datasheet" in beaten else "cached, or the peak was read in a busy moment"
+            why = "read ahead, or from a cache" if ahead else why
             axes.text(top * 0.012, i, f"beyond the peak: {why}", va="center", fontsize=TICK, color=ink_on(row.color))
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.get_yticklabels()[-1].set_fontweight("bold")

@@ -39,6 +39,7 @@ __all__ = [
     "peaks",
     "plain",
     "plain_axis",
+    "reads_ahead",
     "require_decode",
     "spread",
     "stage_key",
@@ -224,6 +225,13 @@ def caption(session: Session, *extra: str, statistic: str = "median") -> list[st
 def _left_out(session: Session) -> bool:
     warm = int(session.steps["warmup"].sum())
     return 0 < warm < int((session.steps["phase"] == "decode").sum())
+
+
+def reads_ahead(session: Session) -> bool:
+    """Whether kernels began while the one before ran: part of their reading then lies outside their exclusive time."""
+    rows = session.events[session.events["bytes_min"] > 0]
+    overlap = float((rows["duration_s"] - rows["exclusive_s"]).clip(lower=0.0).sum())
+    return overlap > 0.02 * float(rows["duration_s"].sum())
 
 
 def ink_on(color: str) -> str:

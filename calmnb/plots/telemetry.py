@@ -56,7 +56,10 @@ def telemetry(session: Session, *, dark: bool = False) -> CalmFigure:
         if column == "power_w" and known.get("power_limit_w"):
             _limit(axes, table, float(known["power_limit_w"]), theme)
         plain_axis(axes.yaxis)
-        axes.set_ylim(bottom=0) if column == "power_w" else axes.margins(y=0.25)
+        if column == "power_w":
+            axes.set_ylim(0, 1.3 * max(float(table[column].max()), float(known.get("power_limit_w") or 0)))
+        else:
+            axes.margins(y=0.25)
     panels[-1].set_xlabel("seconds after the first recorded step")
     figure.align_ylabels(panels)
     plain_axis(panels[-1].xaxis)
@@ -90,4 +93,4 @@ def _shade(axes: Any, table: pd.DataFrame) -> None:
 
 def _limit(axes: Any, table: pd.DataFrame, limit_w: float, theme: Theme) -> None:
     axes.axhline(limit_w, color=theme.datasheet, linestyle="--", linewidth=1.2)
-    axes.text(float(table["time_s"].iloc[0]), limit_w, f"limit {limit_w:.0f} W", va="top", fontsize=TICK, color=theme.quiet)
+    axes.text(float(table["time_s"].iloc[0]), limit_w, f"limit {limit_w:.0f} W", va="bottom", fontsize=TICK, color=theme.quiet)

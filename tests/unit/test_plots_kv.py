@@ -121,3 +121,14 @@ def test_steps_that_a_cache_can_hold_are_said_to(config: Any, words: str, figure
     said = texts(figure(session)).replace("\n", " ")
     assert ("L2 cache" in said) == bool(words)
     assert words in said
+
+
+def test_reading_ahead_of_ones_turn_explains_a_bar_beyond_the_peak() -> None:
+    """A kernel that begins while the one before runs has read part of its bytes before its exclusive time begins."""
+    session = noisy_recorder(SMOL, tokens=5, gb_per_s={"output": 80.0}, fixed_s=0.0).session()
+    assert "while the kernel before" not in texts(plots.roofline(session)).replace("\n", " ")
+    ahead = Session(session.events.assign(duration_s=1.1 * session.events["exclusive_s"]), session.steps, session.meta)
+    said = texts(plots.roofline(ahead)).replace("\n", " ")
+    assert "beyond a peak: began to read while the kernel before it ran" in said
+    assert "beyond the peak: read ahead, or from a cache" in said
+    assert "or while the kernel before ran" in texts(plots.waterfall(ahead)).replace("\n", " ")
