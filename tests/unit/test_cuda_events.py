@@ -16,10 +16,11 @@ import pytest
 from calmnb.config import ModelConfig
 from calmnb.engine import cuda, cuda_graphs
 from calmnb.engine.cuda_events import step_name
+from calmnb.engine.cuda_program import make_plans
 from calmnb.engine.cuda_stamps import STAMP_ROWS, StampRing
 from calmnb.engine.stages import stage_cost, step_cost
 from calmnb.errors import ConfigError
-from calmnb.kernels import CompiledKernel, KernelSpec, Resources
+from calmnb.kernels import CompiledKernel, KernelSpec, Resources, compile_all
 from calmnb.profile.attribution import layer_of_range, stage_of_range, step_of_range
 from calmnb.profile.nsys import read_nsys
 from calmnb.sampler import Sampling
@@ -203,6 +204,17 @@ def test_kernels_note_what_is_cheapest_where_they_overlap(source: Any, arch: str
     for step in recorder.steps:
         np.testing.assert_allclose(step[6] - step[5], 10e-6, atol=2e-9)
         assert step[8] - step[7] == pytest.approx(len(step[4]) * 10e-6, abs=2e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_every_kernel_of_a_step_compiles_with_stamps(level: int, tmp_path: Path) -> None:
+    """Level 3 and 4 stamp inside pdl_wait, which takes the names of arguments and start from the kernel around it."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
+    config = CONFIG.replace(dtype="fp8", n_experts=4, n_experts_active=2)
+    specs = cuda_graphs.step_specs(make_plans(config, "fp8", 4096, "roll", "sm_90", 132))
+    compiled = compile_all([spec.with_defines(CALMNB_STAMPS=level) for spec in specs], "sm_90", cache_dir=tmp_path, threads=2)
+    assert [spec for spec, kernel in compiled.items() if kernel.resources.spill_bytes] == []
 
 
 def test_a_kernel_ends_when_the_next_one_sees_it_end() -> None:
