@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # nbclient and its event loop
 def test_the_promised_notebooks_are_there() -> None:
     stems = {path.stem for path in NOTEBOOKS}
     promised = {"00_quickstart", "01_speed_of_light", "02_chat", "03_where_time_goes", "04_roofline", "05_kv_cache"}
-    assert promised | {"06_compare_dtypes", "08_one_kernel"} <= stems
+    assert promised | {"06_compare_dtypes", "07_nsys_and_ncu", "08_one_kernel"} <= stems
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
