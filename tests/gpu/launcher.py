@@ -39,7 +39,9 @@ class Launcher:
             module = check(d.cuModuleLoadData(kernel.cubin))
             function = check(d.cuModuleGetFunction(module, spec.name.encode()))
             attribute = d.CUfunction_attribute
-            check(d.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.max_shared))
+            static = check(d.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+            room = self.max_shared - static
+            check(d.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, room))
             check(d.cuFuncSetAttribute(function, attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
             self._functions[spec] = function
         return self._functions[spec]
