@@ -80,8 +80,8 @@ def profile(
 ) -> None:
     """Decode with every kernel timed, and print where the time and the bytes went.
 
-    With a shape (`--shape mistral-7b --dtype fp8 --at 0 --at 4000 -n 6`), a 512-token prompt and some tokens at each context are
-    recorded, ten times in turns.
+    With a shape (`--shape mistral-7b --dtype fp8 --at 0 --at 4000 -n 6`), a 512-token prompt and some tokens at each context
+    are recorded, ten times in turns.
 
     Example: `calmnb profile demo:gf4 -n 128 --trace trace.json --plots figures`
     """

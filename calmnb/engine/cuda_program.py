@@ -355,7 +355,7 @@ def build_program(
         args = SampleArgs(
             **{n: work[n] for n in ("logits", "best", "adjusted", "candidates", "params", "state", "history")},
             scratch=work["sampling"], host_ring=host_ring, vocab=c.vocab_size, n_best=logits.grid, history_cap=plans.seq_len,
-            host_cap=HOST_RING, rehearse=int(s.rehearse),
+            host_cap=HOST_RING, rehearse=int(s.rehearse and ending == "greedy"),
         )  # fmt: skip
         maximum, draw = sample_specs()
         if ending == "greedy":
