@@ -139,9 +139,7 @@ def test_step_has_five_kernels_a_layer() -> None:
     assert [one.dependent for one in program.launches] == [False] + [True] * (len(program.launches) - 1)
 
 
-@pytest.mark.parametrize(
-    ("ending", "tail"), [("none", []), ("greedy", ["sample_max"]), ("draw", ["sample_draw"])]
-)
+@pytest.mark.parametrize(("ending", "tail"), [("none", []), ("greedy", ["sample_max"]), ("draw", ["sample_draw"])])
 def test_endings(ending: Any, tail: list[str]) -> None:
     names = [one.kernel.name for one in open_engine().program(ending).launches]
     assert [n for n in names if n.startswith("sample")] == tail
