@@ -121,9 +121,7 @@ def recordings(smollm2: Callable[[str], Path], folder: Path) -> list[Path]:
 
 
 @pytest.mark.model
-@pytest.mark.skipif(
-    os.environ.get("CALMNB_UPDATE_SCREENSHOT") != "1", reason="takes the documentation's pictures when asked"
-)
+@pytest.mark.skipif(os.environ.get("CALMNB_UPDATE_SCREENSHOT") != "1", reason="takes the documentation's pictures when asked")
 def test_pictures_of_a_measured_session(page: Any, lab: str, folder: Path, smollm2: Callable[[str], Path]) -> None:
     first, second = recordings(smollm2, folder)
     code = f"import calmnb\nview = calmnb.ProfileView({str(first)!r})\nview"
