@@ -112,7 +112,7 @@ def test_repository_name_is_checked_before_any_network() -> None:
     assert "owner/name" in done.stderr
 
 
-@pytest.mark.flaky(reruns=2)  # on a cold disk the signal may come while Python still imports numba, which reports it its own way
+@pytest.mark.flaky(reruns=2)  # on a cold disk the signal may come while Python still imports
 def test_interrupt_is_clean(spec_model: SpecModel) -> None:
     """Ctrl-C while a command works ends it with status 130 and no traceback."""
     command = [sys.executable, "-m", "calmnb", "bandwidth"]
