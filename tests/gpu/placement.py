@@ -7,17 +7,16 @@ step of the graph without counting, for several engines one after another: place
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
-from calmnb.engine.cuda import CudaEngine, open_random_engine
+from calmnb.engine.cuda import CudaEngine
 from calmnb.engine.cuda_ops import sample_params, state_words
 from calmnb.sampler import Sampling
-from calmnb.shapes import TIED, shape_config
+from tests.gpu.step_cases import open_case, step_cases, step_parser
 
 _MOST_BLOCKS = 1024
 
@@ -25,7 +24,7 @@ _MOST_BLOCKS = 1024
 def placement(engine: CudaEngine, context: int) -> dict[str, tuple[float, float]]:
     """Blocks on the fullest multiprocessor and idle multiprocessors, by stage."""
     gpu: Any = engine.gpu
-    program = engine.program("greedy", short=engine._plans.is_short(context))
+    program = engine.program_at("greedy", context)
     table = gpu.allocate(len(program.launches) * _MOST_BLOCKS * 4)
     spied, rows = [], []
     for i, launch in enumerate(program.launches):
@@ -56,40 +55,23 @@ def placement(engine: CudaEngine, context: int) -> dict[str, tuple[float, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("shape")
-    parser.add_argument("dtypes")
-    parser.add_argument("contexts", nargs="+", type=int)
-    parser.add_argument("--kv", default="fp16")
+    parser = step_parser()
     parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--attention", default="", help="overrides for make_plans: short_max=0,hold_ns=0;... several")
     arguments = parser.parse_args()
-    variants = [
-        {k: float(v) if "." in v else int(v) for k, v in (item.split("=") for item in text.split(",") if item)}
-        for text in arguments.attention.split(";")
-    ]
-    for dtype in arguments.dtypes.split(","):
-        config = shape_config(arguments.shape, dtype)
-        for variant in variants:
-            times = defaultdict(list)
-            counts = {}
-            for again in range(arguments.repeat):
-                with open_random_engine(
-                    config,
-                    is_tied=arguments.shape in TIED,
-                    seq_len=max(arguments.contexts) + 80,
-                    kv_dtype=arguments.kv,
-                    attention=variant,
-                ) as engine:
-                    for context in arguments.contexts:
-                        engine.pretend_cached(context)
-                        times[context].append(1e6 * min(engine.time_graph(context, 40) for _ in range(2)))
-                        if again == arguments.repeat - 1:
-                            counts[context] = placement(engine, context)
-            for context in arguments.contexts:
-                spread = " ".join(f"{t:.1f}" for t in times[context])
-                where = " ".join(f"{s.removeprefix('matmul_')} {m:.2f}/{i:.1f}" for s, (m, i) in counts[context].items())
-                print(f"{arguments.shape} {dtype} kv {arguments.kv} ctx {context} {variant}: {spread} us | {where}", flush=True)
+    for dtype, variant in step_cases(arguments):
+        times = defaultdict(list)
+        counts = {}
+        for again in range(arguments.repeat):
+            with open_case(arguments, dtype, variant) as engine:
+                for context in arguments.contexts:
+                    engine.pretend_cached(context)
+                    times[context].append(1e6 * min(engine.time_graph(context, 40) for _ in range(2)))
+                    if again == arguments.repeat - 1:
+                        counts[context] = placement(engine, context)
+        for context in arguments.contexts:
+            spread = " ".join(f"{t:.1f}" for t in times[context])
+            where = " ".join(f"{s.removeprefix('matmul_')} {m:.2f}/{i:.1f}" for s, (m, i) in counts[context].items())
+            print(f"{arguments.shape} {dtype} kv {arguments.kv} ctx {context} {variant}: {spread} us | {where}", flush=True)
 
 
 if __name__ == "__main__":

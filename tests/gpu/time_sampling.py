@@ -1,7 +1,8 @@
 """What choosing a token adds to a step, and whether the tokens are right: ``python -m tests.gpu.time_sampling``.
 
 For two vocabularies, prints the microseconds that each way of sampling adds to a step of one layer (graphs queued back to back,
-minus the same step that ends with the logits; median of several rounds taken in turn), with and without the rehearsal. Then
+minus the same step that ends with the logits; median of several rounds taken in turn), with and without the rehearsal, which
+greedy steps alone have. Then
 compares tokens drawn from made-up logits with calmnb/sampler.py's.
 """
 
