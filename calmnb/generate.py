@@ -239,7 +239,8 @@ class Generation(Iterator[Token]):
         if self._cancelled.is_set():
             self._end("cancelled")
             return None
-        if self._max_tokens > len(self.token_ids) > 0 and hasattr(self._model.engine, "decode_many"):
+        chooses = getattr(self._model.engine, "chooses", None)
+        if self._max_tokens > len(self.token_ids) > 0 and chooses is not None and chooses(self._sampler.sampling):
             return self._advance_on_device()
         began = time.perf_counter()
         if self._started:

@@ -149,7 +149,10 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
   const int mine = tiles > warp ? (tiles - warp + WARPS - 1) / WARPS : 0;  // tiles warp, warp + WARPS, ...
 
   if constexpr (HEAD_DIM % 16 != 0) {  // the padding is never copied, and must be zero
-    for (int i = lane; i < kWarpBytes / 4; i += 32) reinterpret_cast<u32*>(my_ring)[i] = 0;
+    constexpr int kPadding = (kDim * kItem - kRowBytes) / 4;
+    for (int i = lane; i < STAGES * 2 * kTokens * kPadding; i += 32) {
+      *reinterpret_cast<u32*>(my_ring + i / kPadding * kPitch + kRowBytes + i % kPadding * 4) = 0;
+    }
     __syncwarp();
   }
   // Keys and values of this warp's tile i, rows below `limit`; the rest of the tile becomes zero (and is not read), but

@@ -23,6 +23,7 @@
 // K_EXACT (a row is WK * 32 * NC chunks: no lane idles), K_WIDE;
 // each .cu adds its own.
 #pragma once
+#include "order.cuh"
 #include "quant.cuh"
 #include "reduce.cuh"
 
@@ -96,34 +97,31 @@ DEVICE float* behind_sums() { return reinterpret_cast<float*>(shared + RING_BYTE
 #define expert_weights (behind_sums() + 3 * WARPS + MAX_ACTIVE)
 #endif
 
-// Highest-scoring experts by plain comparison, lower index first on ties; softmax over the chosen. One warp.
+// Highest-scoring experts, lower index first on ties; softmax over the chosen. One warp, of which lane 0 alone writes; a barrier
+// must follow. Keys differ from each other whatever the scores are, so that an id is always one of an expert.
 DEVICE void choose_experts(const MatvecArgs& a, int* ids, float* weights) {
   const int lane = threadIdx.x & 31;
+  u64 last = 0;
   float top = 0.f, total = 0.f;
   for (int n = 0; n < a.n_active; n++) {
-    float best = -INFINITY;
-    int id = 0x7FFFFFFF;
+    u64 best = 0;
     for (int e = lane; e < a.n_experts; e += 32) {
-      bool taken = false;
-      for (int m = 0; m < n; m++) taken |= ids[m] == e;
-      const float v = ld_f32(a.router + e);
-      if (!taken && (v > best || id == 0x7FFFFFFF)) best = v, id = e;
+      const u64 key = best_key(ld_f32(a.router + e), e);
+      if ((n == 0 || key < last) && key > best) best = key;
     }
 #pragma unroll
     for (int d = 16; d; d >>= 1) {
-      const float v = __shfl_xor_sync(~0u, best, d);
-      const int i = __shfl_xor_sync(~0u, id, d);
-      if (i != 0x7FFFFFFF && (id == 0x7FFFFFFF || v > best || (v == best && i < id))) best = v, id = i;
+      const u64 other = __shfl_xor_sync(~0u, best, d);
+      best = other > best ? other : best;
     }
-    if (n == 0) top = best;
-    const float w = expf(best - top);
+    last = best;
+    if (n == 0) top = best_value(best);
+    const float w = expf(best_value(best) - top);
     total += w;
-    if (lane == 0) ids[n] = id, weights[n] = w;
-    __syncwarp();
+    if (lane == 0) ids[n] = best_id(best), weights[n] = w;
   }
   if (lane == 0)
     for (int n = 0; n < a.n_active; n++) weights[n] /= total;
-  __syncwarp();
 }
 
 // Activations of one lane, and what undoes their scaling.

@@ -5,6 +5,7 @@
 // Hand-over  the chosen token goes to the step state (the next step reads it there), to the history and to a ring in pinned
 //            host memory, whose entry is there once its `step` field says so
 #pragma once
+#include "order.cuh"
 #include "state.cuh"
 #include "sync.cuh"
 
@@ -57,17 +58,6 @@ struct SampleArgs {
 
 extern __shared__ __align__(16) u8 shared[];
 #define NOINLINE __device__ __noinline__
-
-// Floats as integers of the same order; NaN above all, so that it is noticed, and -0 like 0.
-DEVICE u32 order_key(float x) {
-  const u32 u = __float_as_uint(x + 0.0f);
-  if (x != x) return 0xffffffffu;
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-DEVICE float key_value(u32 k) { return __uint_as_float(k & 0x80000000u ? k & 0x7fffffffu : ~k); }
-DEVICE u64 best_key(float x, int id) { return static_cast<u64>(order_key(x)) << 32 | static_cast<u32>(~id); }
-DEVICE int best_id(u64 key) { return static_cast<int>(~static_cast<u32>(key)); }
-DEVICE float best_value(u64 key) { return key_value(static_cast<u32>(key >> 32)); }
 
 // Whether the logits kernel has seen just what may be chosen, so that its maxima hold.
 DEVICE bool is_penalised(const SampleParams& p) { return p.penalty != 1.0f && p.penalty_range != 0; }

@@ -15,9 +15,6 @@
 //    to arrive finds the boundary in the list by finer histograms, then the slice that the coin falls into, then the id.
 // Where the list is longer than LIST (equal logits, mostly), the last block takes its finer histograms over all logits: slow, but
 // as exact.
-//
-// With `rehearse`, all of this first runs on a few zeros, without effect, while the logits kernel is still busy: its instructions
-// are then at hand, for to fetch 5 KB of them from memory takes over a microsecond (kernels/NOTES_attention.md).
 #include "sample.cuh"
 
 #ifndef SAMPLE_THREADS
@@ -178,10 +175,7 @@ DEVICE u32 select(const Items& items, int rule, u32 lowest, u64 reach, DrawShare
   return most;
 }
 
-extern "C" __global__ void __maxnreg__(96) sample_draw(const __grid_constant__ SampleArgs a) {
-  pdl_trigger();
-  u64 begun = 0;
-  stamp_start(a.stamp, begun);
+DEVICE void draw(const SampleArgs& a, u64 begun) {
   DrawShared& s = *reinterpret_cast<DrawShared*>(shared);
   const int tid = threadIdx.x;
   SampleScratch& scratch = *a.scratch;
@@ -197,227 +191,213 @@ extern "C" __global__ void __maxnreg__(96) sample_draw(const __grid_constant__ S
   const float* const x = penalise ? a.adjusted : a.logits;  // what the last block reads again
   if (penalise) mark_recent(a, p, at.pos, begin, slice, recent);
 
-#pragma unroll 1
-  for (int pass = a.rehearse ? 0 : 1; pass < 2; ++pass) {
-    int real = pass;
-    asm volatile("" : "+r"(real));  // one code for both
-    const int count = min(real ? slice : 32, n - begin);  // may be negative
-    u32 round = 0;
-    __syncthreads();
-    clear_bins(s);
-    if (tid == 0) s.listed = 0, s.found_bin = 0, s.found_before = 0;
-    if (real) pdl_wait();
+  const int count = min(slice, n - begin);  // may be negative
+  u32 round = 0;
+  clear_bins(s);
+  if (tid == 0) s.listed = 0, s.found_bin = 0, s.found_before = 0;
+  pdl_wait();
 
-    // 1. The slice, and the maximum.
-    Top t = no_top();
-    if (plain && real) t = logits_top(a, a.n_best);
+  // 1. The slice, and the maximum.
+  Top t = no_top();
+  if (plain) t = logits_top(a, a.n_best);
 #pragma unroll 1
-    for (int i = 4 * tid; i < count; i += 8 * T) {
-      float4 v[2] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-      if (real) {
-        v[0] = ld_f4(a.logits + begin + i);
-        if (i + 4 * T < count) v[1] = ld_f4(a.logits + begin + i + 4 * T);
-      }
-      *reinterpret_cast<float4*>(values + i) = v[0];
-      if (i + 4 * T < count) *reinterpret_cast<float4*>(values + i + 4 * T) = v[1];
-    }
-    if (!plain) {
-      __syncthreads();
+  for (int i = 4 * tid; i < count; i += 8 * T) {
+    const bool both = i + 4 * T < count;
+    const float4 v = ld_f4(a.logits + begin + i), w = both ? ld_f4(a.logits + begin + i + 4 * T) : v;
+    *reinterpret_cast<float4*>(values + i) = v;
+    if (both) *reinterpret_cast<float4*>(values + i + 4 * T) = w;
+  }
+  if (!plain) {
+    __syncthreads();
 #pragma unroll 1
-      for (int i = tid; i < count; i += T) {
-        float l = values[i];
-        Top one = {0, l, l > -kInfinity ? 1.0f : 0.0f};
-        if (penalise) {
-          if (recent[i / 32] >> (i % 32) & 1) l = penalised(l, p.penalty);
-          values[i] = l;
-          if (real) a.adjusted[begin + i] = l;
-        }
-        one.best = best_key(l, begin + i);
-        fold(t, one);
+    for (int i = tid; i < count; i += T) {
+      float l = values[i];
+      Top one = {0, l, l > -kInfinity ? 1.0f : 0.0f};
+      if (penalise) {
+        if (recent[i / 32] >> (i % 32) & 1) l = penalised(l, p.penalty);
+        values[i] = l;
+        a.adjusted[begin + i] = l;
       }
-      t = block_top<WARPS>(t, s.tops);
-      if (real) {
-        if (tid == 0) {
-          scratch.block_best[blockIdx.x] = t.best;
-          scratch.block_sum[blockIdx.x] = make_float2(t.most, t.sum);
-        }
-        wait_for_all_blocks(&scratch.arrivals, arrivals, ++round);
-      }
-      t = no_top();
-      if (tid < gridDim.x) {
-        const float2 sum = __ldcg(&scratch.block_sum[tid]);
-        t = Top{__ldcg(&scratch.block_best[tid]), sum.x, sum.y};
-      }
-      __syncthreads();
+      one.best = best_key(l, begin + i);
+      fold(t, one);
     }
     t = block_top<WARPS>(t, s.tops);
-    if (!real) t = Top{best_key(0.0f, 0), 0.0f, 1.0f};
-    const float top = best_value(t.best);
-    if (is_broken(t, plain)) {
-      if (is_last_block(&scratch.arrivals, arrivals, ++round, &s.flag)) report_broken<WARPS>(a, p, at, x, s.tops);
-      break;
+    if (tid == 0) {
+      scratch.block_best[blockIdx.x] = t.best;
+      scratch.block_sum[blockIdx.x] = make_float2(t.most, t.sum);
     }
-    Items items = {nullptr, nullptr, x, top, p.temperature, n};
-    auto weight = [&](float l) { return expf(__fdiv_rn(l - top, p.temperature)); };
-
-    // 2. The bin of the boundary. The further, the wider: 256 bins to each doubling of 1 + distance, 64 to each halving of a
-    // weight.
-    auto bin_of = [&](float l, float w) {
-      const u32 d = by_count ? (__float_as_uint((top - l) + 1.0f) - ONE) >> 15 : (ONE - __float_as_uint(w)) >> 17;
-      return static_cast<int>(min(d, static_cast<u32>(BINS - 1)));
-    };
-    int first = BINS, last = BINS;  // bins ahead of `first` are surely kept, from there to `last` they go to the list
-    u64 before = 0;                 // in the bins ahead of `last`: logits, or weight
-    u64 reach = by_count ? p.top_k : 0;
-#pragma unroll 1
-    for (int i = tid; i < count; i += T) {
-      const float l = values[i], w = weight(l);
-      weights[i] = w;
-      if (by_count || by_weight) {
-        const u64 v = by_count ? 1 : fixed(w);
-        const int b = bin_of(l, w);
-        if (v) add64(&s.low[b], &s.high[b], v);
-      }
-    }
-    if (by_count || by_weight) {
-      __syncthreads();
-      if (real) {
-#pragma unroll 1
-        for (int b = tid; b < BINS; b += T) {
-          const u64 v = bin_sum(s, b);
-          if (v) atomicAdd(&scratch.bins[b], v);
-        }
-        wait_for_all_blocks(&scratch.arrivals, arrivals, ++round);
-        u64 bins[EACH];
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) bins[i] = __ldcg(&scratch.bins[tid * EACH + i]);
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) s.low[tid * EACH + i] = static_cast<u32>(bins[i]), s.high[tid * EACH + i] = static_cast<u32>(bins[i] >> 32);
-      }
-      reach = find_bin(s, reach, p.top_p);
-      last = s.found_bin, before = s.found_before;
-      first = by_count && by_weight ? 0 : last;
-    }
-
-    // 3. What is surely kept, and the list.
-    u32 floor = min(order_key(top + p.min_p_offset), order_key(top));
-    u64 kept = 0;
-#pragma unroll 1
-    for (int i = tid; i < count; i += T) {
-      const float l = values[i], w = weights[i];
-      const int b = last < BINS ? bin_of(l, w) : 0;
-      if (b < first) {
-        if (order_key(l) >= floor) kept += fixed(w);
-      } else if (b <= last) {
-        const u32 place = atomicAdd(&s.listed, 1u);
-        if (real) a.candidates[begin + place] = l;
-      }
+    wait_for_all_blocks(&scratch.arrivals, arrivals, ++round);
+    t = no_top();
+    if (tid < gridDim.x) {
+      const float2 sum = __ldcg(&scratch.block_sum[tid]);
+      t = Top{__ldcg(&scratch.block_best[tid]), sum.x, sum.y};
     }
     __syncthreads();
-    kept = scan(kept, s.warp_sums).total;
-    if (real) {
-      if (tid == 0) {
-        scratch.kept[blockIdx.x] = kept;
-        scratch.listed[blockIdx.x] = s.listed;
-      }
-      if (!is_last_block(&scratch.arrivals, arrivals, ++round, &s.flag)) break;
-    } else {
-      __syncthreads();
-    }
+  }
+  t = block_top<WARPS>(t, s.tops);
+  const float top = best_value(t.best);
+  if (is_broken(t, plain)) {
+    if (is_last_block(&scratch.arrivals, arrivals, ++round, &s.flag)) report_broken<WARPS>(a, p, at, x, s.tops);
+    return;
+  }
+  Items items = {nullptr, nullptr, x, top, p.temperature, n};
+  auto weight = [&](float l) { return expf(__fdiv_rn(l - top, p.temperature)); };
 
-    // The last block. `values` and `weights` now hold the list.
-    if (tid < gridDim.x) s.slices[tid] = __ldcg(&scratch.kept[tid]);
-    float least = 0.0f;
+  // 2. The bin of the boundary. The further, the wider: 256 bins to each doubling of 1 + distance, 64 to each halving of a
+  // weight.
+  auto bin_of = [&](float l, float w) {
+    const u32 d = by_count ? (__float_as_uint((top - l) + 1.0f) - ONE) >> 15 : (ONE - __float_as_uint(w)) >> 17;
+    return static_cast<int>(min(d, static_cast<u32>(BINS - 1)));
+  };
+  int first = BINS, last = BINS;  // bins ahead of `first` are surely kept, from there to `last` they go to the list
+  u64 before = 0;                 // in the bins ahead of `last`: logits, or weight
+  u64 reach = by_count ? p.top_k : 0;
+#pragma unroll 1
+  for (int i = tid; i < count; i += T) {
+    const float l = values[i], w = weight(l);
+    weights[i] = w;
     if (by_count || by_weight) {
-      const Scan lists = scan(tid >= gridDim.x ? 0 : real ? __ldcg(&scratch.listed[tid]) : tid == 0 ? 32 : 0, s.warp_sums);
-      if (tid < gridDim.x) s.offsets[tid] = static_cast<int>(lists.before);
-      const int listed = static_cast<int>(lists.total);
-      const bool in_list = listed <= LIST;
-      __syncthreads();
-      if (in_list) {
-        items.l = values, items.w = weights, items.n = listed;
-#pragma unroll 1
-        for (int i = tid; i < listed; i += T) {
-          int b = 0;
-          for (int step = gridDim.x / 2; step > 0; step /= 2)
-            if (s.offsets[b + step] <= i) b += step;
-          const float l = __ldcg(a.candidates + b * slice + i - s.offsets[b]);
-          values[i] = l, weights[i] = weight(l), s.owner[i] = b;
-        }
-      }
-      if (real)
-        for (int b = tid; b < BINS; b += T) scratch.bins[b] = 0;
-      __syncthreads();
-      u32 lowest = 0, lightest = 0;  // key of the lowest logit that top-k keeps, of the lightest weight that top-p keeps
-#pragma unroll 1
-      for (int rule = by_count ? 0 : 1; rule < (by_weight ? 2 : 1); ++rule) {
-        if (in_list && by_count != by_weight) {
-          reach -= before;  // the list is the boundary's bin alone
-        } else if (rule == 1) {
-          u64 mine = 0;
-#pragma unroll 1
-          for (int i = tid; i < items.n; i += T) {
-            const Item item = items.at(i);
-            if (order_key(item.l) >= lowest) mine += fixed(item.w);
-          }
-          reach = share(p.top_p, scan(mine, s.warp_sums).total);
-        }
-        const u32 key = select(items, rule, lowest, real ? reach : 1, s);
-        (rule == 0 ? lowest : lightest) = key;
-      }
-      floor = max(floor, lowest);
-      least = __uint_as_float(lightest);
-      clear_bins(s);
-      __syncthreads();
-#pragma unroll 1
-      for (int i = tid; i < items.n; i += T) {
-        const Item item = items.at(i);
-        const int b = in_list ? s.owner[i] : i / slice;
-        if (order_key(item.l) >= floor && item.w >= least) add64(&s.low[b], &s.high[b], fixed(item.w));
-      }
-      __syncthreads();
-      if (tid < gridDim.x) s.slices[tid] = (in_list ? s.slices[tid] : 0) + bin_sum(s, tid);
-    }
-
-    // The slice, then the id, that the coin falls on.
-    u64 rng = p.rng;
-    rng ^= rng >> 12;
-    rng ^= rng << 25;
-    rng ^= rng >> 27;
-    const u64 coin = (rng * 0x2545F4914F6CDD1Dull) >> 40;  // 24 bits
-    u64 mine = tid < gridDim.x ? s.slices[tid] : 0;
-    Scan sums = scan(mine, s.warp_sums);
-    u64 r = coin * (sums.total >> 24) + (coin * (sums.total & 0xffffff) >> 24);  // coin * total / 2^24, rounded down
-    if (sums.before <= r && r < sums.before + mine) s.found_bin = tid, s.found_before = r - sums.before;
-    __syncthreads();
-    const int from = real ? s.found_bin * slice : 0, end = min(from + (real ? slice : 32), n);
-    r = s.found_before;
-#pragma unroll 1
-    for (int base = from; base < end; base += 4 * T) {
-      const int i = base + 4 * tid;
-      float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (real && i < end) v = ld_f4(x + i);
-      *reinterpret_cast<float4*>(values + 4 * tid) = v;
-      mine = 0;
-#pragma unroll 1
-      for (int j = 0; j < 4 && i + j < end; ++j) {
-        const float l = values[4 * tid + j], w = weight(l);
-        weights[4 * tid + j] = order_key(l) >= floor && w >= least ? w : 0.0f;
-        mine += fixed(weights[4 * tid + j]);
-      }
-      sums = scan(mine, s.warp_sums);
-      if (sums.before <= r && r < sums.before + mine) {
-        int j = 0;
-        for (u64 ahead = sums.before; r >= (ahead += fixed(weights[4 * tid + j]));) ++j;
-        if (real) {
-          a.params->rng = rng;
-          finish(a, at, i + j, log_probability(t, ld_f32(a.logits + i + j)));
-        }
-      }
-      if (r < sums.total) break;
-      r -= sums.total;
-      __syncthreads();
+      const u64 v = by_count ? 1 : fixed(w);
+      const int b = bin_of(l, w);
+      if (v) add64(&s.low[b], &s.high[b], v);
     }
   }
+  if (by_count || by_weight) {
+    __syncthreads();
+#pragma unroll 1
+    for (int b = tid; b < BINS; b += T) {
+      const u64 v = bin_sum(s, b);
+      if (v) atomicAdd(&scratch.bins[b], v);
+    }
+    wait_for_all_blocks(&scratch.arrivals, arrivals, ++round);
+    u64 bins[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) bins[i] = __ldcg(&scratch.bins[tid * EACH + i]);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) s.low[tid * EACH + i] = static_cast<u32>(bins[i]), s.high[tid * EACH + i] = static_cast<u32>(bins[i] >> 32);
+    reach = find_bin(s, reach, p.top_p);
+    last = s.found_bin, before = s.found_before;
+    first = by_count && by_weight ? 0 : last;
+  }
+
+  // 3. What is surely kept, and the list.
+  u32 floor = min(order_key(top + p.min_p_offset), order_key(top));
+  u64 kept = 0;
+#pragma unroll 1
+  for (int i = tid; i < count; i += T) {
+    const float l = values[i], w = weights[i];
+    const int b = last < BINS ? bin_of(l, w) : 0;
+    if (b < first) {
+      if (order_key(l) >= floor) kept += fixed(w);
+    } else if (b <= last) {
+      const u32 place = atomicAdd(&s.listed, 1u);
+      a.candidates[begin + place] = l;
+    }
+  }
+  __syncthreads();
+  kept = scan(kept, s.warp_sums).total;
+  if (tid == 0) {
+    scratch.kept[blockIdx.x] = kept;
+    scratch.listed[blockIdx.x] = s.listed;
+  }
+  if (!is_last_block(&scratch.arrivals, arrivals, ++round, &s.flag)) return;
+
+  // The last block. `values` and `weights` now hold the list.
+  if (tid < gridDim.x) s.slices[tid] = __ldcg(&scratch.kept[tid]);
+  float least = 0.0f;
+  if (by_count || by_weight) {
+    const Scan lists = scan(tid < gridDim.x ? __ldcg(&scratch.listed[tid]) : 0, s.warp_sums);
+    if (tid < gridDim.x) s.offsets[tid] = static_cast<int>(lists.before);
+    const int listed = static_cast<int>(lists.total);
+    const bool in_list = listed <= LIST;
+    __syncthreads();
+    if (in_list) {
+      items.l = values, items.w = weights, items.n = listed;
+#pragma unroll 1
+      for (int i = tid; i < listed; i += T) {
+        int b = 0;
+        for (int step = gridDim.x / 2; step > 0; step /= 2)
+          if (s.offsets[b + step] <= i) b += step;
+        const float l = __ldcg(a.candidates + b * slice + i - s.offsets[b]);
+        values[i] = l, weights[i] = weight(l), s.owner[i] = b;
+      }
+    }
+    for (int b = tid; b < BINS; b += T) scratch.bins[b] = 0;
+    __syncthreads();
+    u32 lowest = 0, lightest = 0;  // key of the lowest logit that top-k keeps, of the lightest weight that top-p keeps
+#pragma unroll 1
+    for (int rule = by_count ? 0 : 1; rule < (by_weight ? 2 : 1); ++rule) {
+      if (in_list && by_count != by_weight) {
+        reach -= before;  // the list is the boundary's bin alone
+      } else if (rule == 1) {
+        u64 mine = 0;
+#pragma unroll 1
+        for (int i = tid; i < items.n; i += T) {
+          const Item item = items.at(i);
+          if (order_key(item.l) >= lowest) mine += fixed(item.w);
+        }
+        reach = share(p.top_p, scan(mine, s.warp_sums).total);
+      }
+      const u32 key = select(items, rule, lowest, reach, s);
+      (rule == 0 ? lowest : lightest) = key;
+    }
+    floor = max(floor, lowest);
+    least = __uint_as_float(lightest);
+    clear_bins(s);
+    __syncthreads();
+#pragma unroll 1
+    for (int i = tid; i < items.n; i += T) {
+      const Item item = items.at(i);
+      const int b = in_list ? s.owner[i] : i / slice;
+      if (order_key(item.l) >= floor && item.w >= least) add64(&s.low[b], &s.high[b], fixed(item.w));
+    }
+    __syncthreads();
+    if (tid < gridDim.x) s.slices[tid] = (in_list ? s.slices[tid] : 0) + bin_sum(s, tid);
+  }
+
+  // The slice, then the id, that the coin falls on.
+  u64 rng = p.rng;
+  rng ^= rng >> 12;
+  rng ^= rng << 25;
+  rng ^= rng >> 27;
+  const u64 coin = (rng * 0x2545F4914F6CDD1Dull) >> 40;  // 24 bits
+  u64 mine = tid < gridDim.x ? s.slices[tid] : 0;
+  Scan sums = scan(mine, s.warp_sums);
+  u64 r = coin * (sums.total >> 24) + (coin * (sums.total & 0xffffff) >> 24);  // coin * total / 2^24, rounded down
+  if (sums.before <= r && r < sums.before + mine) s.found_bin = tid, s.found_before = r - sums.before;
+  __syncthreads();
+  const int from = s.found_bin * slice, end = min(from + slice, n);
+  r = s.found_before;
+#pragma unroll 1
+  for (int base = from; base < end; base += 4 * T) {
+    const int i = base + 4 * tid;
+    float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (i < end) v = ld_f4(x + i);
+    *reinterpret_cast<float4*>(values + 4 * tid) = v;
+    mine = 0;
+#pragma unroll 1
+    for (int j = 0; j < 4 && i + j < end; ++j) {
+      const float l = values[4 * tid + j], w = weight(l);
+      weights[4 * tid + j] = order_key(l) >= floor && w >= least ? w : 0.0f;
+      mine += fixed(weights[4 * tid + j]);
+    }
+    sums = scan(mine, s.warp_sums);
+    if (sums.before <= r && r < sums.before + mine) {
+      int j = 0;
+      for (u64 ahead = sums.before; r >= (ahead += fixed(weights[4 * tid + j]));) ++j;
+      a.params->rng = rng;
+      finish(a, at, i + j, log_probability(t, ld_f32(a.logits + i + j)));
+    }
+    if (r < sums.total) break;
+    r -= sums.total;
+    __syncthreads();
+  }
+}
+
+extern "C" __global__ void __maxnreg__(96) sample_draw(const __grid_constant__ SampleArgs a) {
+  pdl_trigger();
+  u64 begun = 0;
+  stamp_start(a.stamp, begun);
+  draw(a, begun);
   stamp_end(a.stamp, begun);
 }

@@ -42,7 +42,7 @@ from calmnb.engine.cuda_weights import (
     weight_regions,
 )
 from calmnb.engine.positions import Positions, check_kv_dtype, check_tokens
-from calmnb.errors import CalmnbError, ConfigError, DeviceError
+from calmnb.errors import CalmnbError, ConfigError, DeviceError, UnsupportedError
 from calmnb.sampler import Sampling
 
 __all__ = ["CudaEngine", "Decoded", "open_cuda_engine"]
@@ -236,6 +236,13 @@ class CudaEngine(CudaTrials):
 
     # -- tokens chosen on the device ----------------------------------------------------------------------------------
 
+    def chooses(self, sampling: Sampling) -> bool:
+        """Whether `decode_many` can choose by `sampling`: a draw needs shared memory for the vocabulary.
+
+        It has room for 26,000 ids a block and up to 64 blocks on an H200, for 9,800 ids a block on an RTX 4090.
+        """
+        return sampling.is_greedy or self._plans.sampling.can_draw
+
     def decode_many(
         self,
         token: int,
@@ -277,6 +284,8 @@ class CudaEngine(CudaTrials):
         ------
         ContextError
             If `pos` does not fit.
+        UnsupportedError
+            If the GPU cannot choose by `sampling` (`chooses`).
         CalmnbError
             If the logits hold no finite maximum.
         """
@@ -286,6 +295,12 @@ class CudaEngine(CudaTrials):
             n = min(n, self.seq_len - pos)
         ids = min(n_ids or self.config.vocab_size, self.config.vocab_size)
         s = sampling if sampling is not None else Sampling(min_p=0.0)
+        if not self.chooses(s):
+            raise UnsupportedError(
+                f"{self._gpu.name} has no room to draw from {self.config.vocab_size} ids: a draw wants "
+                f"{self._plans.sampling.draw_shared} bytes of shared memory a block; take the logits of step() instead, "
+                "or Sampling(temperature=0)"
+            )
         ending: Ending = "greedy" if s.is_greedy else "draw"
         recorder, runner = self.recorder, self._runner
         ahead = runner.ahead(recorder, ahead)

@@ -58,6 +58,8 @@ SAMPLE_THREADS = 256
 SAMPLE_SCRATCH_BYTES = 2048 * 8 + SAMPLE_BLOCKS * 28 + 16
 #: `DrawShared` of kernels/sample_draw.cu, and the logits that its list holds (`LIST`).
 _DRAW_SHARED, _DRAW_LIST = 21472, 4096
+#: Shared memory that CUDA keeps of each block.
+_RESERVED = 1 << 10
 #: Tokens the ring in pinned host memory holds; the engine never runs further ahead.
 HOST_RING = 256
 
@@ -296,7 +298,8 @@ def plan_attention(
     while warps > 1 and warps * least * tile > budget:
         warps //= 2
     stages = max(least, min(8, budget // (warps * tile)))
-    shared = max(warps * stages * tile, 4 * heads * -(-splits // 16) * 16)
+    beyond = 16  # where a row of E5M2 is an odd number of fragments, the last is read as two
+    shared = max(warps * stages * tile + beyond, 4 * heads * -(-splits // 16) * 16)
     if least_shared < 0:
         least_shared = shared_per_sm - _BESIDE if large and (fill or not short) else 0
     shared = max(shared, least_shared)
@@ -346,29 +349,35 @@ class SamplePlan:
     block : int
     max_shared, draw_shared : int
         Dynamic shared memory, bytes.
+    can_draw : bool
+        Whether a draw's shared memory is there: it holds the block's logits and their weights. The most likely token can be
+        chosen on any GPU.
     rehearse : bool
-        Run once on nothing while the kernel before is still busy (dependent launch), to have the instructions at hand.
+        The most likely token: run once on nothing while the kernel before is still busy (dependent launch), to have the
+        instructions at hand.
     """
 
     blocks: int
     block: int
     max_shared: int
     draw_shared: int
+    can_draw: bool
     rehearse: bool
 
 
-def plan_sampling(vocab: int, sm_count: int, *, rehearse: bool = False) -> SamplePlan:
+def plan_sampling(vocab: int, sm_count: int, *, shared_per_sm: int = 228 << 10, rehearse: bool = False) -> SamplePlan:
     """Geometry of sampling for `vocab` logits on a GPU of `sm_count` multiprocessors.
 
     Examples
     --------
     >>> plan_sampling(128256, 132)
-    SamplePlan(blocks=64, block=256, max_shared=252, draw_shared=54492, rehearse=False)
+    SamplePlan(blocks=64, block=256, max_shared=252, draw_shared=54492, can_draw=True, rehearse=False)
     """
     blocks = 1 << (min(SAMPLE_BLOCKS, sm_count).bit_length() - 1)
     part = (vocab // blocks // 32 + 1) * 32
     bits = part // 8
-    return SamplePlan(blocks, SAMPLE_THREADS, bits, _DRAW_SHARED + 8 * max(part, _DRAW_LIST) + bits, rehearse)
+    draw = _DRAW_SHARED + 8 * max(part, _DRAW_LIST) + bits
+    return SamplePlan(blocks, SAMPLE_THREADS, bits, draw, draw <= shared_per_sm - _RESERVED, rehearse)
 
 
 def sample_specs() -> tuple[KernelSpec, KernelSpec]:

@@ -139,7 +139,7 @@ def make_plans(
         plans(False),
         wide,
         plans(True) if wide else {},
-        plan_sampling(config.vocab_size, sm_count, rehearse=device.has_pdl),
+        plan_sampling(config.vocab_size, sm_count, shared_per_sm=device.shared_per_sm, rehearse=device.has_pdl),
     )
 
 
@@ -355,7 +355,7 @@ def build_program(
         args = SampleArgs(
             **{n: work[n] for n in ("logits", "best", "adjusted", "candidates", "params", "state", "history")},
             scratch=work["sampling"], host_ring=host_ring, vocab=c.vocab_size, n_best=logits.grid, history_cap=plans.seq_len,
-            host_cap=HOST_RING, rehearse=int(s.rehearse and ending == "greedy"),
+            host_cap=HOST_RING, rehearse=int(s.rehearse),
         )  # fmt: skip
         maximum, draw = sample_specs()
         if ending == "greedy":

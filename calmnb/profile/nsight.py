@@ -32,6 +32,11 @@ _PLACES = {
     "ncu": ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute*/*"),
 }
 
+#: What nsys prints while it makes its report: a bar that grows, hundreds of times.
+_PROGRESS = re.compile(r"\[\s*=*\s*\d+%\s*\]")
+#: What it says where its report lacks something, without failing.
+_INCOMPLETE = "Errors occurred while processing the raw events"
+
 Output = Callable[[str], object]
 
 
@@ -101,12 +106,25 @@ def run_nsys(
     if capture_range:
         options += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     before = report.stat().st_mtime_ns if report.is_file() else None
-    status = _run([tool, *options, *_resolved(command)], env, output)
+    incomplete = False
+
+    def pass_on(line: str) -> None:
+        nonlocal incomplete
+        incomplete = incomplete or _INCOMPLETE in line
+        if not _PROGRESS.search(line):
+            output(line)
+
+    status = _run([tool, *options, *_resolved(command)], env, pass_on)
     if status:
         raise CalmnbError(f"{' '.join(command)} ended with status {status} under nsys; see what it printed above")
     if not report.is_file() or report.stat().st_mtime_ns == before:
         why = "; the program never called cudaProfilerStart: leave --capture-range out" if capture_range else ""
         raise CalmnbError(f"nsys wrote no report to {report}{why}; see what it printed above")
+    if incomplete:
+        output(
+            "warning: nsys did not understand all that it recorded (see above), so kernels may be missing from what follows; "
+            "it is probably older than the CUDA libraries of the program: install a newer Nsight Systems"
+        )
     return export_sqlite(report, report.with_suffix(".sqlite"))
 
 

@@ -107,8 +107,14 @@ class _Reader:
                     f"{self.path}: holds CUDA graphs as wholes, without their kernels; record it with --cuda-graph-trace=node"
                 )
             known = {"StringIds", "NVTX_EVENTS", _RUNTIME, "META_DATA_EXPORT", "TARGET_INFO_GPU"} & set(self.columns)
-            what = "is a report of Nsight Systems without GPU kernels" if known else "is not a report of Nsight Systems"
-            raise FormatError(f"{self.path}: {what} (there is no table {_KERNELS}); record one with: {_HOW}")
+            if known:
+                raise FormatError(
+                    f"{self.path}: is a report of Nsight Systems without GPU kernels (there is no table {_KERNELS}); "
+                    f"record one with: {_HOW}; or, of a model on the CPU, a session with: calmnb profile"
+                )
+            raise FormatError(
+                f"{self.path}: is not a report of Nsight Systems (there is no table {_KERNELS}); record one with: {_HOW}"
+            )
         for name in ("start", "end"):
             if name not in self.columns[_KERNELS]:
                 raise FormatError(f"{self.path}: {_KERNELS} has no column {name}; export it again with a newer nsys")

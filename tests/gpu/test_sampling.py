@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from calmnb.engine.cuda_ops import plan_sampling
 from calmnb.sampler import Sampling, XorShift64
 from tests.gpu.launcher import Launcher
 from tests.gpu.sample_case import SampleCase, exact_draw, penalised, random_logits, random_sampling, sampler_choice
@@ -25,8 +26,8 @@ def test_tokens_are_the_samplers(gpu: Launcher, block: int) -> None:
     drawn, missed = 0, []
     for _ in range(60):
         vocab = int(rng.choice([1, 5, 31, 33, 1000, 4099, 32000, 128256, rng.integers(1, 130000)]))
-        # A block keeps its slice of the logits in shared memory: no GPU holds more than about 50,000 of them.
-        blocks = int(rng.choice([n for n in (1, 2, 64) if vocab <= 50000 * n]))
+        # A block keeps its slice of the logits in shared memory, which must have room.
+        blocks = int(rng.choice([n for n in (1, 2, 64) if plan_sampling(vocab, n).can_draw]))
         case = SampleCase(
             gpu, random_logits(rng, vocab), best_blocks=int(rng.choice([0, 1, 264])), blocks=blocks,
             rehearse=bool(rng.integers(0, 2)),

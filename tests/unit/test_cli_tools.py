@@ -35,6 +35,7 @@ profile)
         case "$a" in --output=*) out="${a#--output=}"; shift;; --*) shift;; *) break;; esac
     done
     "$@" || exit $?
+    [ -z "$FAKE_SAYS" ] || printf "$FAKE_SAYS"
     echo "Generated report"
     [ -n "$FAKE_SILENT" ] || echo NVIDIA > "$out.nsys-rep";;
 export)
@@ -131,6 +132,27 @@ def test_nsys_keeps_its_report_when_asked(fake: Path, tmp_path: Path) -> None:
     assert run("nsys", "--report", "kept", "--", "true").exit_code == 0
     assert (tmp_path / "kept.nsys-rep").is_file()
     assert len(read_nsys(tmp_path / "kept.sqlite").steps) == 3
+
+
+def test_the_growing_bar_of_nsys_is_left_out(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As nsys 2023.4 prints it: over itself, some hundred times.
+    monkeypatch.setenv(
+        "FAKE_SAYS", r"[1/1] [0%%      ] r.nsys-rep\r[1/1] [=======61%%  ] r.nsys-rep\r[1/1] [====100%%] r.nsys-rep\n"
+    )
+    result = run("nsys", "--", "echo", "12% of the program's own")
+    assert "r.nsys-rep" not in result.stderr
+    assert "12% of the program's own" in result.stderr
+    assert "warning" not in result.stderr
+
+
+def test_a_report_that_nsys_made_in_part_is_said_to_be_incomplete(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # nsys 2023.4 on a program of CUDA 13, which calls a function that it has not heard of; its status is 0.
+    monkeypatch.setenv(
+        "FAKE_SAYS", "Unknown runtime API function index: 486\n**** Errors occurred while processing the raw events. ****\n"
+    )
+    result = run("nsys", "--", "true")
+    assert result.exit_code == 0
+    assert "kernels may be missing" in result.stderr
 
 
 def test_a_report_is_read_instead_of_run(fake: Path, tmp_path: Path) -> None:

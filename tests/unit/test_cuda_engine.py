@@ -363,6 +363,16 @@ def test_step_that_gives_no_token_is_noticed() -> None:
         next(open_engine().decode_many(3, 0, 5))
 
 
+def test_a_vocabulary_too_large_to_draw_from_is_told_before_any_launch() -> None:
+    gpu = FakeGpu(arch="sm_86", sm_count=4)  # 4 blocks of 99 KB
+    engine = open_engine(CONFIG.replace(vocab_size=40_000), gpu=gpu)
+    assert engine.chooses(Sampling())
+    assert not engine.chooses(Sampling(temperature=1.0))
+    with pytest.raises(UnsupportedError, match="no room to draw from 40000 ids"):
+        next(engine.decode_many(3, 0, 5, sampling=Sampling(temperature=1.0)))
+    assert open_engine(CONFIG.replace(vocab_size=39_000), gpu=gpu).chooses(Sampling(temperature=1.0))
+
+
 def test_sampling_settings_reach_the_device() -> None:
     gpu = sampling_gpu()
     engine = open_engine(gpu=gpu)

@@ -544,6 +544,14 @@ def test_an_engine_that_chooses_itself_gives_the_same_answer(kw: dict[str, Any],
     assert runs[0] == runs[1]
 
 
+def test_what_an_engine_cannot_choose_is_chosen_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"max_tokens": 12, "temperature": 9.0, "min_p": 0.0, "seed": 5}
+    expected = [t.id for t in fake_model(FakeEngine()).generate("abc", **settings)]
+    monkeypatch.setattr(ChoosingEngine, "chooses", lambda self, sampling: sampling.is_greedy)
+    monkeypatch.setattr(ChoosingEngine, "decode_many", None)
+    assert [t.id for t in fake_model(ChoosingEngine()).generate("abc", **settings)] == expected
+
+
 @given(data=st.data())
 def test_an_engine_that_ran_ahead_is_left_with_a_right_cache(data: st.DataObject) -> None:
     on_full = data.draw(st.sampled_from(["stop", "roll"]))
