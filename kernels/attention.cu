@@ -161,8 +161,8 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
     if (i < mine) {
       const int t0 = begin + (warp + i * WARPS) * kTokens;
       const u32 to = ring_addr + i % STAGES * (2 * kTileBytes);
-      if constexpr (32 % kRowPieces == 0) {
-        constexpr int kRows = 32 / kRowPieces;  // a warp's copies of one instruction
+      constexpr int kRows = 32 / kRowPieces;  // a warp's copies of one instruction
+      if constexpr (32 % kRowPieces == 0 && kRows <= kTokens) {
         const int t = t0 + lane / kRowPieces, c = lane % kRowPieces * PIECE;
         const u32 at = to + lane / kRowPieces * kPitch + c;
         const long long from = static_cast<long long>(t) * kRowBytes + c;

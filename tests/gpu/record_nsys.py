@@ -1,8 +1,9 @@
 """Record decode steps under a real Nsight Systems: ``python -m tests.gpu.record_nsys --out notebooks/data``.
 
-Writes two SQLite exports, without the tables that calmnb does not read: Mistral-7B fp8 kernel by kernel inside NVTX ranges, as
-``calmnb.profile.shape_tools.shape_nsys`` records it, and Llama-3.2-1B fp8 in graphs. Prints the kernels of the second beside
-CUPTI's and the stamps' times of the same graph. Needs nsys on the PATH.
+Writes SQLite exports, without the tables that calmnb does not read: Mistral-7B fp8 kernel by kernel inside NVTX ranges, as
+``calmnb.profile.shape_tools.shape_nsys`` records it, and Llama-3.2-1B fp8 in graphs, with and without dependent launch. Prints
+the stages of the latter beside CUPTI's and the stamps' times of the same graphs. Needs nsys on the PATH, and an nvtx that
+suits it (2023.4 sees no ranges of nvtx 0.2.13 and later).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from typing import Any
 import pandas as pd
 
 from calmnb.engine.cuda import open_random_engine
+from calmnb.engine.cuda_device import CudaDevice
+from calmnb.errors import CalmnbError
 from calmnb.profile import Session, SessionRecorder
+from calmnb.profile.cupti import trace_steps
 from calmnb.profile.nsight import nsys_script
 from calmnb.profile.nsys import read_nsys
 from calmnb.profile.shape_tools import _SCRIPT
@@ -34,6 +38,9 @@ KEPT = (
 )
 CONTEXT = 1000
 GRAPHS = """
+import os
+
+os.environ["CALMNB_PDL"] = "{pdl}"
 from calmnb.engine.cuda import open_random_engine
 from calmnb.shapes import shape_config
 
@@ -79,20 +86,24 @@ def under_nsys(code: str, out: Path, **options: Any) -> Session:
 
 
 def stage_times(session: Session) -> pd.Series:
-    """Mean time of each kernel of a decode step, us."""
-    return session.kernels().query("stage != 'gap'").set_index("stage")["mean_us"]
+    """Time of a step's stages, us; what two kernels share counts for the first."""
+    times: pd.Series = session.pivot("stage")["time_us"]
+    return times
 
 
-def here(source: str) -> Session:
-    """The same graph's steps in this process, timed by `source`."""
-    with open_random_engine(shape_config("llama-3.2-1b", "fp8"), is_tied=True, seq_len=1064) as engine:
+def here(how: str, *, pdl: bool) -> Session:
+    """Steps of the same graph in this process, by CUPTI's records or by stamps."""
+    config = shape_config("llama-3.2-1b", "fp8")
+    with open_random_engine(config, is_tied=True, seq_len=1064, gpu=CudaDevice(pdl=pdl)) as engine:
         engine.pretend_cached(CONTEXT)
-        engine.time_source = source  # type: ignore[assignment]
         recorder = SessionRecorder(SimpleNamespace(engine=engine))  # type: ignore[arg-type]
-        engine.recorder = recorder
-        for _ in engine.decode_many(1, CONTEXT, 16):
-            pass
-        engine.recorder = None
+        if how == "cupti":
+            recorder.steps += trace_steps(engine, CONTEXT, 8)
+        else:
+            engine.recorder = recorder
+            for _ in engine.decode_many(1, CONTEXT, 16):
+                pass
+            engine.recorder = None
         return recorder.session()
 
 
@@ -107,15 +118,20 @@ def main() -> None:
     config = shape_config(shape, dtype)
     ranged = under_nsys(code, arguments.out / f"{arguments.device}-nsys-{shape}-{dtype}.sqlite", config=config)
     print(ranged.events[["layer", "stage", "kernel", "duration_s", "nvtx"]].head(8).to_string())
-    graphs = under_nsys(GRAPHS, arguments.out / f"{arguments.device}-nsys-graph-llama-3.2-1b-fp8.sqlite")
-    columns = {"nsys": stage_times(graphs)}
-    for source in ("cupti", "stamps"):
-        try:
-            columns[source] = stage_times(here(source))
-        except Exception as error:
-            print(f"{source}: {type(error).__name__}: {error}")
-    print("Llama-3.2-1B fp8 in graphs, 1,000 positions, mean us a kernel:")
-    print(pd.DataFrame(columns).round(2).to_string())
+    columns = {}
+    for pdl in (True, False):
+        name = f"{arguments.device}-nsys-graph{'' if pdl else '-no-pdl'}-llama-3.2-1b-fp8.sqlite"
+        what = "dependent" if pdl else "one by one"
+        columns[f"nsys, {what}"] = stage_times(under_nsys(GRAPHS.format(pdl=int(pdl)), arguments.out / name))
+        for how in ("cupti", "stamps"):
+            try:
+                columns[f"{how}, {what}"] = stage_times(here(how, pdl=pdl))
+            except CalmnbError as error:
+                print(f"{how}: {type(error).__name__}: {error}")
+    print("Llama-3.2-1B fp8 in graphs, 1,000 positions, us a step:")
+    table = pd.DataFrame(columns)
+    table.loc["sum"] = table.sum()
+    print(table.round(1).to_string())
 
 
 if __name__ == "__main__":

@@ -48,11 +48,13 @@ def test_tokens_are_the_samplers(gpu: Launcher, block: int) -> None:
                 assert entry.token == token, sampling
                 continue
             drawn += 1
-            draw = exact_draw(sampling, penalised(sampling, case.logits[:n_ids], history), XorShift64(seed).coin())
+            l = penalised(sampling, case.logits[:n_ids], history)  # noqa: E741
+            # NumPy's exponential differs in the last bit, which moves a boundary where temperatures are huge.
+            draw = exact_draw(sampling, l, XorShift64(seed).coin(), exp=lambda x: gpu.cupy.exp(gpu.cupy.asarray(x)).get())
             if draw.distance(entry.token) > 1e-6:
                 missed.append((vocab, n_ids, sampling, seed, entry.token, draw.token))
-    # The device's exponential differs from NumPy's in the last bit, which now and then moves a boundary.
-    assert len(missed) <= 0.01 * drawn, missed
+    assert drawn > 100
+    assert not missed
 
 
 @pytest.mark.parametrize("vocab", [32000, 128256])
