@@ -8,7 +8,6 @@ The exporter's tables differ between versions, so there are two of each: an olde
 
 from __future__ import annotations
 
-import argparse
 import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from calmnb.profile.session import Session
+    pass
 
 OLD = """
 CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
@@ -128,49 +127,7 @@ def _nanoseconds(row: dict[str, Any]) -> list[Any]:
     return [round(v * NS) if name in ("start", "end") and v is not None else v for name, v in row.items()]
 
 
-def report_of(session: Session, path: Path, *, steps: int = 3) -> Path:
-    """Write settled decode steps of a recording the way nsys reports kernels launched one by one inside NVTX ranges.
-
-    Launches on the host are made up, 3 us apart and ahead of the GPU; the kernels' times are the recording's.
-    """
-    report = ReportFile(path, gpu=str(session.meta["device"]))
-    chosen = session.steps.query("phase == 'decode' and not warmup").head(steps)
-    origin, host = float(chosen["start_s"].iloc[0]), 0.0
-    for step in chosen.to_dict("records"):
-        events = session.events[session.events["step"] == step["step"]].query("stage != 'gap'")
-        begin = host
-        for layer, rows in events.groupby("layer", sort=False):
-            first = host
-            for row in rows.to_dict("records"):
-                name = str(row["kernel"]).rsplit("_", 1)[0] if str(row["kernel"]).endswith(FORMATS) else str(row["kernel"])
-                report.push(str(row["stage"]), host, host + 2.5, payload=int(row["bytes_min"]))
-                start = 1e6 * (row["start_s"] - origin) + 50
-                report.launch(name, host + 0.5, start, start + 1e6 * row["duration_s"])
-                host += 3
-            if int(str(layer)) >= 0:
-                report.push(f"layer {layer}", first - 0.2, host - 0.2)
-        report.push(f"decode pos={step['pos']} kv_len={step['kv_len']}", begin - 0.4, host - 0.1)
-    return report.write()
-
-
 def step_names(n_layers: int, ending: Iterable[str] = ("matvec_rows", "sample_max")) -> list[str]:
     """Kernels of one of calmnb's decode steps, in order."""
     layer = ["matvec_qkv", "attention", "matvec_residual", "matvec_gateup", "matvec_residual"]
     return ["embed", *layer * n_layers, *ending]
-
-
-def main() -> None:
-    """Write the example of the notebooks."""
-    from calmnb.profile.session import Session
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("session", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--at", type=int, default=1000, help="context of the steps")
-    arguments = parser.parse_args()
-    arguments.out.unlink(missing_ok=True)
-    report_of(Session.load(arguments.session).select(kv_len=arguments.at), arguments.out)
-
-
-if __name__ == "__main__":
-    main()

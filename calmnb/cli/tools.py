@@ -60,6 +60,8 @@ def nsys(
         print_json({"summary": session.summary(), "meta": session.meta, **tables})
         return
     _print_session(session, rows)
+    if session.meta.get("time_note"):
+        error_console().print(f"note: {session.meta['time_note']}", highlight=False, soft_wrap=True)
     error_console().print(f"[dim]wrote {output}; open it with calmnb.Session.load[/]", highlight=False, soft_wrap=True)
 
 

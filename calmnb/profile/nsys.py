@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,11 @@ from calmnb.profile.session import Session
 __all__ = ["read_nsys"]
 
 _REPORTS = (".nsys-rep", ".qdrep")
+#: Seen of nsys 2023.4 on an H200; CUPTI of CUDA 13.0 reports such kernels as calmnb's stamps do.
+_CUT = (
+    "kernels overlap here (dependent launch), and this nsys ends each where the next may begin: a step's time is right, but "
+    "much of a kernel's time stands in the row behind it. Record with CALMNB_PDL=0, or with a newer nsys"
+)
 
 
 @dataclass
@@ -71,8 +77,9 @@ def read_nsys(
     Returns
     -------
     Session
-        ``source`` is "nsys". Two columns more than a recording of calmnb's: ``nvtx`` (names of the ranges around the launch,
-        outermost first, joined by " > ") and ``graph_node`` (id of the node in its CUDA graph, -1 outside of one).
+        ``source`` is "nsys"; ``meta["time_note"]`` warns of a report whose kernels are cut short. Two columns more than a
+        recording of calmnb's: ``nvtx`` (names of the ranges around the launch, outermost first, joined by " > ") and
+        ``graph_node`` (id of the node in its CUDA graph, -1 outside of one).
 
         Positions that nothing tells are -1, with a ``kv_len`` of 0. If there are steps of calmnb's in the report, kernels
         outside of them stand in steps with ``n_tokens`` 0, which tables leave out. In a report without any, every outermost
@@ -103,6 +110,8 @@ def read_nsys(
     kernels, chosen = _of_device(report, device, path)
     groups, foreign = _group(kernels)
     meta = _meta(path, report, chosen, len(kernels), foreign=foreign)
+    if not foreign and any(_is_cut(group.kernels) for group in groups if group.n_tokens):
+        meta["time_note"] = _CUT
     if config is not None:
         meta |= {"config": config_to_dict(config), "dtype": config.dtype, "kv_dtype": kv_dtype}
     session = Session.from_steps(_records(groups), meta)
@@ -155,6 +164,12 @@ def _group(kernels: Sequence[GpuKernel]) -> tuple[list[_Group], bool]:
     if groups:
         return _with_rest(groups, rest), False
     return _by_outermost_range(rest), True
+
+
+def _is_cut(kernels: Sequence[GpuKernel]) -> bool:
+    """Whether rows meet as only those do that were ended for the next to begin: no GPU starts a kernel within a nanosecond."""
+    gaps = [b.start - a.end for a, b in pairwise(kernels)]
+    return len(gaps) >= 4 and sum(0 <= gap <= 1 for gap in gaps) > 0.8 * len(gaps)
 
 
 def _filled(step: StepRange) -> tuple[Phase, int, int, int]:
@@ -246,7 +261,13 @@ def _meta(path: Path, report: NsysReport, device: int, kernels: int, *, foreign:
         "peaks": {"datasheet": peak} if peak else {},
         "versions": versions(),
         "settings": {"warmup": 0 if foreign else 1},
-        "nsys": {"schema": report.schema, "device": device, "kernels": kernels, "without_launch": report.unlaunched},
+        "nsys": {
+            "version": report.version,
+            "schema": report.schema,
+            "device": device,
+            "kernels": kernels,
+            "without_launch": report.unlaunched,
+        },
     }
 
 

@@ -59,6 +59,7 @@ class NsysReport:
     kernels: list[GpuKernel]
     devices: dict[int, dict[str, Any]] = field(default_factory=dict)
     schema: str = ""
+    version: str = ""  # of the nsys that exported it
     unlaunched: int = 0  # kernels whose launch is not in the report
 
 
@@ -120,7 +121,9 @@ class _Reader:
                 raise FormatError(f"{self.path}: {_KERNELS} has no column {name}; export it again with a newer nsys")
         self.strings = {int(i): str(text) for i, text in self.rows("StringIds", "id", "value") if i is not None}
         launches = self.launches()
-        report = NsysReport([], self.devices(), self.schema())
+        told = {str(name): str(value) for name, value in self.rows("META_DATA_EXPORT", "name", "value")}
+        versions = (told.get("EXPORT_SCHEMA_VERSION", ""), told.get("EXPORT_PRODUCT_VERSION", ""))
+        report = NsysReport([], self.devices(), *versions)
         around = self.ranges_of(launches)
         names = ("start", "end", "deviceId", "streamId", "globalPid", "correlationId", "graphNodeId")
         titles = self.rows(_KERNELS, *names, "demangledName", "shortName", "name")
@@ -228,13 +231,6 @@ class _Reader:
             if _whole(gpu, 0) in gpus
         }
         return mapped or gpus
-
-    def schema(self) -> str:
-        """Version of the schema, "" if the report does not say."""
-        for name, value in self.rows("META_DATA_EXPORT", "name", "value"):
-            if name == "EXPORT_SCHEMA_VERSION":
-                return str(value)
-        return ""
 
 
 def _whole(value: Any, default: int) -> int:

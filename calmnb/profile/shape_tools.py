@@ -99,17 +99,20 @@ def shape_ncu(
 
 
 def shape_nsys(
-    shape: str, dtype: WeightDtype = "fp16", kv_dtype: KvDtype = "fp16", *, context: int = 1000, say: Say = print
+    shape: str,
+    dtype: WeightDtype = "fp16",
+    kv_dtype: KvDtype = "fp16",
+    *,
+    context: int = 1000,
+    device: str = "h200",
+    say: Say = print,
 ) -> Session:
-    """A few decode steps of `shape` under Nsight Systems, run now where that is possible, else an example of its report.
+    """A few decode steps of `shape` under Nsight Systems, run now where that is possible, else as saved; say which.
 
     Parameters
     ----------
-    shape, dtype, kv_dtype, context
+    shape, dtype, kv_dtype, context, device, say
         As for `shape_ncu`.
-    say
-        Told in one line what is shown. The example has the times of a saved recording by calmnb's stamps, written in nsys's
-        documented schema: it shows how a report is read, and proves nothing about the times.
 
     Returns
     -------
@@ -119,7 +122,7 @@ def shape_nsys(
     Raises
     ------
     FormatError
-        If neither nsys nor the example is there.
+        If nothing can be recorded here and there is nothing saved.
     """
     import tempfile
     from pathlib import Path
@@ -140,9 +143,9 @@ def shape_nsys(
         else:
             say(f"{shape} {dtype}: run now under Nsight Systems on {session.meta['device']}")
             return session
-    path = saved_file(f"example-nsys-{shape}-{dtype}.sqlite")
-    session = read_nsys(path, config=config, kv_dtype=kv_dtype)
-    say(f"{shape} {dtype}: {problem}; showing an example in nsys's schema, with times that calmnb's stamps took")
+    name = f"{device}-nsys-{shape}-{dtype}" + ("" if kv_dtype == "fp16" else f"-kv-{kv_dtype}")
+    session = read_nsys(saved_file(f"{name}.sqlite"), config=config, kv_dtype=kv_dtype)
+    say(f"{shape} {dtype}: {problem}; showing {session.meta['device']}, recorded by nsys {session.meta['nsys']['version']}")
     return session
 
 

@@ -67,6 +67,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "head-256": ({"head_dim": 256, "n_heads": 4, "n_kv_heads": 2, "rotary_dim": 64}, {}, {}),
     "head-128-7": ({"head_dim": 128, "n_heads": 7, "n_kv_heads": 1, "rotary_dim": 128}, {}, {"kv_dtype": "fp8"}),
     "head-80": ({"head_dim": 80, "n_heads": 4, "n_kv_heads": 4, "rotary_dim": 20}, {}, {}),
+    "head-100": ({"head_dim": 100, "n_heads": 4, "n_kv_heads": 2, "rotary_dim": 100}, {}, {}),
+    "head-100-fp8-kv": ({"head_dim": 100, "n_heads": 4, "n_kv_heads": 2, "rotary_dim": 100}, {}, {"kv_dtype": "fp8"}),
     "mqa-16": ({"n_heads": 16, "n_kv_heads": 1}, {}, {}),
     "odd-vocab": ({"vocab_size": 1013}, {}, {}),
     "odd-hidden": ({"hidden_dim": 520}, {}, {}),
@@ -127,7 +129,8 @@ def test_every_length_of_a_context_that_wraps_the_ring(kv_dtype: Any, head_dim: 
     with open_engine(weights, seq_len=600, kv_dtype=kv_dtype, attention=attention) as engine:
         for pos, token in enumerate(tokens):
             worst = max(worst, relative(engine.step(token, pos), expected[pos]))
-    assert worst < TOLERANCE * (8 if kv_dtype == "fp8" else 1)
+    # An E5M2 value that rounds the other way is an eighth off, and the fewer channels, the more that is.
+    assert worst < TOLERANCE * ((16 if head_dim == 8 else 8) if kv_dtype == "fp8" else 1)
 
 
 @pytest.mark.parametrize(

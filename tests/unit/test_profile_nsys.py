@@ -41,6 +41,29 @@ def ranged(path: Path, schema: Schema = "new") -> Path:
     return report.write()
 
 
+REAL = Path(__file__).parents[1] / "golden" / "nsys"
+
+
+@pytest.mark.parametrize("name", ["graph", "graph-no-pdl"])
+def test_real_reports_of_graphs_give_eight_whole_steps(name: str) -> None:
+    """Llama-3.2-1B fp8 on an H200 under nsys 2023.4 (tests/gpu/record_nsys.py)."""
+    session = read_nsys(REAL / f"{name}.sqlite")
+    stages = session.events.query("stage != 'gap'").groupby("stage", observed=True).size().to_dict()
+    assert len(session.steps) == 8
+    layers = dict.fromkeys(("matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down"), 8 * 16)
+    assert stages == {"embed": 8, **layers, "output": 8, "sample": 8}
+    assert session.meta["nsys"]["version"] == "2023.4.4.54"
+
+
+def test_kernels_that_nsys_cut_short_are_told() -> None:
+    """With dependent launch this nsys ended the logits, 63 us long, after 6, and gave the rest to the kernel behind."""
+    cut, whole = (read_nsys(REAL / f"{name}.sqlite") for name in ("graph", "graph-no-pdl"))
+    assert "CALMNB_PDL=0" in cut.meta["time_note"]
+    assert "time_note" not in whole.meta
+    output = [session.pivot("stage")["time_us"]["output"] for session in (cut, whole)]
+    assert output == pytest.approx([6.0, 63.4], abs=0.5)
+
+
 @both_schemas
 def test_ranges_say_step_layer_and_stage(tmp_path: Path, schema: Schema) -> None:
     session = read_nsys(ranged(tmp_path / "r.sqlite", schema))

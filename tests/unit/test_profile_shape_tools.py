@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from calmnb.profile import Session, read_nsys, shape
 from calmnb.profile.ncu import attach_measured
 from calmnb.profile.shape_tools import _SCRIPT, shape_ncu, shape_nsys
 from calmnb.shapes import shape_config
-from tests.nsys_files import report_of
 from tests.profile_fakes import noisy_recorder
 
 SHAPE, NAME = "smollm2-135m", "h200-ncu-smollm2-135m-fp8"
@@ -77,30 +77,32 @@ def test_where_a_tool_fails_its_reason_is_told_and_what_is_saved_shown(data: Pat
     monkeypatch.setattr("calmnb.profile.nsight.nsys_script", fail)
     (data / f"{NAME}.csv").write_text(ncu_csv(session()))
     session().save(data / f"{NAME}.calmprof")
-    report_of(session(), data / "example-nsys-smollm2-135m-fp8.sqlite")
+    shutil.copy(shape.saved_file("h200-nsys-mistral-7b-fp8.sqlite"), data / "h200-nsys-smollm2-135m-fp8.sqlite")
     said: list[str] = []
     shape_ncu(SHAPE, "fp8", say=said.append)
     shape_nsys(SHAPE, "fp8", say=said.append)
     assert "not measured here: the tool is not on the PATH; showing NVIDIA H200" in said[0]
-    assert "not run here: the tool is not on the PATH; showing an example in nsys's schema" in said[1]
+    assert "not run here: the tool is not on the PATH; showing NVIDIA H200, recorded by nsys" in said[1]
 
 
-def test_the_example_report_has_the_recordings_kernels_ranges_and_times(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_report_has_the_steps_layers_stages_and_bytes_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded by nsys 2023.4 on an H200 (tests/gpu/record_nsys.py), kernel by kernel inside calmnb's ranges."""
     monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "CuPy is not installed")
-    recording = session()
-    report_of(recording, data / "example-nsys-smollm2-135m-fp8.sqlite", steps=2)
-    shown = shape_nsys(SHAPE, "fp8", say=lambda line: None)
-    assert shown.meta["device"] == "NVIDIA H200"
-    steps = recording.steps.query("phase == 'decode' and not warmup").head(2)
-    assert shown.steps["pos"].tolist() == steps["pos"].tolist()
-    mine = recording.events[recording.events["step"].isin(steps["step"])].query("stage != 'gap'")
-    theirs = shown.events.query("stage != 'gap'")
-    assert theirs["stage"].tolist() == mine["stage"].tolist()
-    assert theirs["layer"].tolist() == mine["layer"].tolist()
-    assert theirs["duration_s"].to_numpy() == pytest.approx(mine["duration_s"].to_numpy(), abs=2e-9)
-    inside = theirs[theirs["layer"] == 1].iloc[0]
-    assert inside["nvtx"] == f"decode pos={steps['pos'].iloc[0]} kv_len={steps['kv_len'].iloc[0]} > layer 1 > matmul_qkv"
-    assert read_nsys(data / "example-nsys-smollm2-135m-fp8.sqlite").events["bytes_min"].sum() == mine["bytes_min"].sum()
+    said: list[str] = []
+    shown = shape_nsys("mistral-7b", "fp8", say=said.append)
+    assert said == ["mistral-7b fp8: no GPU here; showing NVIDIA H200, recorded by nsys 2023.4.4.54"]
+    assert shown.steps["pos"].tolist() == [1000, 1001, 1002, 1003]
+    assert shown.steps["kv_len"].tolist() == [1001, 1002, 1003, 1004]
+    stages = ["matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down"]
+    expected = [("embed", -1), *((stage, layer) for layer in range(32) for stage in stages), ("output", -1), ("sample", -1)]
+    for _, rows in shown.events.query("stage != 'gap'").groupby("step"):
+        assert list(zip(rows["stage"], rows["layer"], strict=True)) == expected
+    inside = shown.events.query("layer == 7 and stage == 'attention'").iloc[0]
+    assert inside["nvtx"] == "decode pos=1000 kv_len=1001 > layer 7 > attention"
+    # What the ranges carry as payload are the model's own bytes.
+    carried = read_nsys(shape.saved_file("h200-nsys-mistral-7b-fp8.sqlite")).events
+    assert carried["bytes_min"].tolist() == shown.events["bytes_min"].tolist()
+    assert "time_note" not in shown.meta
 
 
 def test_the_script_for_nsys_is_python_that_records_inside_the_range() -> None:
