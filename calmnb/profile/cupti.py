@@ -17,9 +17,18 @@ import numpy as np
 
 from calmnb.engine.base import Kernel
 from calmnb.errors import CalmnbError, DeviceError
-from calmnb.profile.recorder import StepRecord
+from calmnb.profile.attribution import HOLD_KERNELS
+from calmnb.profile.recorder import SessionRecorder, StepRecord
 
-__all__ = ["KernelRecord", "cupti_problem", "kernel_excess", "step_records", "trace_kernels", "trace_steps"]
+__all__ = [
+    "KernelRecord",
+    "cupti_problem",
+    "kernel_excess",
+    "step_records",
+    "trace_kernels",
+    "trace_launches",
+    "trace_steps",
+]
 
 _BUFFER_BYTES = 8 << 20
 
@@ -213,3 +222,29 @@ def trace_steps(engine: Any, pos: int, n: int) -> list[StepRecord]:
     finally:
         engine.recorder = before
     return step_records(records, engine, pos, n)
+
+
+def trace_launches(engine: Any, pos: int, n: int) -> list[StepRecord]:
+    """As `trace_steps`, of kernels that the time source "events" launches, one by one: the very launches that events time.
+
+    Raises
+    ------
+    DeviceError
+        As `trace_kernels`, or if records are missing.
+    """
+    before = engine.recorder, engine.time_source
+    try:
+        engine.recorder, engine.time_source = SessionRecorder({}), "events"
+        with trace_kernels() as records:
+            for _ in engine.decode_many(1, pos, n):
+                pass
+    finally:
+        engine.recorder, engine.time_source = before
+    mine = sorted((r for r in records if r.name not in HOLD_KERNELS), key=lambda r: r.start)
+    size = len(engine.program_at("greedy", pos).kernels)
+    if len(mine) != n * size:
+        raise DeviceError(
+            f"CUPTI delivered {len(mine)} of the {n * size} kernel records of {n} steps; "
+            "take fewer steps, or times by stamps or events"
+        )
+    return [_step(mine[i * size : (i + 1) * size], engine, pos + i, mine[0].start) for i in range(n)]

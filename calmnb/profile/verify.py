@@ -309,10 +309,10 @@ def _recorded(engine: Any, context: int, n: int) -> list[StepRecord]:
 
 def _by_cupti(engine: Any, context: int, n: int) -> tuple[list[StepRecord], float]:
     """Steps as CUPTI sees them, and what it counts for a kernel beyond the kernel's own time."""
-    from calmnb.profile.cupti import kernel_excess, trace_steps
+    from calmnb.profile.cupti import kernel_excess, trace_launches
 
     engine.pretend_cached(context)
-    return trace_steps(engine, context, n), kernel_excess(engine)
+    return trace_launches(engine, context, n), kernel_excess(engine)
 
 
 def _by_stage(records: Sequence[StepRecord]) -> dict[tuple[str, str], tuple[int, float]]:

@@ -19,7 +19,7 @@ from calmnb.engine import cuda, cuda_graphs
 from calmnb.errors import CalmnbError, ConfigError, DeviceError
 from calmnb.kernels import CompiledKernel, KernelSpec, Resources
 from calmnb.profile import cupti as cupti_module
-from calmnb.profile.cupti import KernelRecord, kernel_excess, trace_kernels, trace_steps
+from calmnb.profile.cupti import KernelRecord, kernel_excess, trace_kernels, trace_launches, trace_steps
 from calmnb.profile.report import text_report
 from calmnb.profile.verify import verify_engine
 from tests.fake_gpu import ClockedGpu
@@ -262,19 +262,33 @@ def test_verify_takes_off_what_cupti_counts_beyond_a_kernel(
 ) -> None:
     for measure in ("measure_read", "measure_copy"):
         monkeypatch.setattr(f"calmnb.bench.{measure}", lambda gpu: 4000.0)
-
-    def longer(records: list[Any]) -> list[Any]:
-        for record in records:
-            record.end += 700
-        return records
-
-    cupti.damage = longer
     found = verify_engine(model.engine, "tiny", steps=8, rounds=1)
     check = next(check for check in found.checks if check.what.startswith("kernel by events less by CUPTI"))
     assert check.passed is True
     assert check.value == pytest.approx(0.0, abs=0.05)
     assert "0.70 us are taken off" in check.note
     assert [row["cupti_us"] - row["events_us"] for row in found.kernels] == pytest.approx([0.7] * len(found.kernels), abs=0.05)
+
+
+def test_cupti_sees_the_launches_that_events_time(model: Any, cupti: FakeCupti) -> None:
+    engine = model.engine
+    steps = trace_launches(engine, 0, 2)
+    assert [step.pos for step in steps] == [0, 1]
+    assert [step.kernels for step in steps] == [engine.program_at("greedy", 0).kernels] * 2
+    assert all((step.ends - step.starts == pytest.approx(10.7e-6, abs=2e-9)) for step in steps)
+    assert (engine.recorder, engine.time_source) == (None, "stamps")
+
+
+def test_launches_that_cupti_lost_are_an_error(model: Any, cupti: FakeCupti) -> None:
+    record = cupti.record
+    lost = iter([True] + 1000 * [False])
+
+    def forgetful(name: str, *args: Any) -> Any:
+        return record("hold_time" if name == "attention" and next(lost) else name, *args)
+
+    cupti.record = forgetful
+    with pytest.raises(DeviceError, match=r"delivered \d+ of the \d+ kernel records of 2 steps"):
+        trace_launches(model.engine, 0, 2)
 
 
 def test_missing_records_are_an_error(model: Any, cupti: FakeCupti) -> None:
