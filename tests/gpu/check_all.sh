@@ -15,4 +15,5 @@ for model in mistral-7b:fp16 mistral-7b:fp8 llama-3.2-1b:fp8; do
 done
 python3 -m tests.gpu.record_sessions --ncu --out "$OUT/sessions" | tail -1
 python3 -m tests.gpu.placement mistral-7b fp16,fp8,gf4 0 4000 # one block on every multiprocessor
+command -v nsys >/dev/null && python3 -m tests.gpu.record_nsys --out "$OUT/sessions" # docs/howto/nsys.md says which nsys and nvtx
 bash tests/gpu/sanitize.sh 120

@@ -17,6 +17,7 @@ from tests.profile_fakes import noisy_recorder
 
 SHAPE, NAME = "smollm2-135m", "h200-ncu-smollm2-135m-fp8"
 CONFIG = shape_config(SHAPE, "fp8")
+REPORT = shape.saved_file("h200-nsys-mistral-7b-fp8.sqlite")
 
 
 def session() -> Session:
@@ -77,7 +78,7 @@ def test_where_a_tool_fails_its_reason_is_told_and_what_is_saved_shown(data: Pat
     monkeypatch.setattr("calmnb.profile.nsight.nsys_script", fail)
     (data / f"{NAME}.csv").write_text(ncu_csv(session()))
     session().save(data / f"{NAME}.calmprof")
-    shutil.copy(shape.saved_file("h200-nsys-mistral-7b-fp8.sqlite"), data / "h200-nsys-smollm2-135m-fp8.sqlite")
+    shutil.copy(REPORT, data / "h200-nsys-smollm2-135m-fp8.sqlite")
     said: list[str] = []
     shape_ncu(SHAPE, "fp8", say=said.append)
     shape_nsys(SHAPE, "fp8", say=said.append)
@@ -100,7 +101,7 @@ def test_a_real_report_has_the_steps_layers_stages_and_bytes_that_were_run(monke
     inside = shown.events.query("layer == 7 and stage == 'attention'").iloc[0]
     assert inside["nvtx"] == "decode pos=1000 kv_len=1001 > layer 7 > attention"
     # What the ranges carry as payload are the model's own bytes.
-    carried = read_nsys(shape.saved_file("h200-nsys-mistral-7b-fp8.sqlite")).events
+    carried = read_nsys(REPORT).events
     assert carried["bytes_min"].tolist() == shown.events["bytes_min"].tolist()
     assert "time_note" not in shown.meta
 
