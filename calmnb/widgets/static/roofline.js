@@ -133,10 +133,11 @@ export class Roofline extends Chart {
     ctx.fillText("GFLOP/s", 2, 7);
   }
 
+  /** The lines that bound what can be; their names stand one above the other over the highest, where no point can lie. */
   paintRoofs(ctx, theme, box, x, y, [x0, x1, y0, y1]) {
-
     const highest = this.roofs.length ? Math.max(...this.roofs.map((roof) => 1e3 * roof[1])) : Infinity;
-    [...this.peaks].sort((a, b) => b[1] - a[1]).forEach(([kind, rate, name], i) => {
+    const sorted = [...this.peaks].sort((a, b) => b[1] - a[1]);
+    sorted.forEach(([kind, rate, name], i) => {
       ctx.strokeStyle = ctx.fillStyle = kind === "datasheet" ? theme.muted : theme.peak;
       ctx.lineWidth = 1.6;
       ctx.setLineDash(kind === "datasheet" ? [5, 4] : []);
@@ -147,13 +148,14 @@ export class Roofline extends Chart {
       if (knee < x1) ctx.lineTo(x(x1), y(highest));
       ctx.stroke();
       ctx.setLineDash([]);
-      const [first, last] = [Math.max(x0, y0 / rate), Math.min(knee, y1 / rate)];
-      const at = first * (last / first) ** (0.52 - 0.1 * i);
+      const top = sorted[0][1];
+      const [first, last] = [Math.max(x0, y0 / top), Math.min(x1, highest / top, y1 / top)];
+      const at = Math.sqrt(first * last);
       ctx.save();
-      ctx.translate(x(at), y(at * rate));
-      ctx.rotate(Math.atan2(y(at * rate * 2) - y(at * rate), x(at * 2) - x(at)));
+      ctx.translate(x(at), y(at * top));
+      ctx.rotate(Math.atan2(y(at * top * 2) - y(at * top), x(at * 2) - x(at)));
       ctx.textAlign = "center";
-      outlined(ctx, theme, `${name || kind} peak ${plain(rate)} GB/s`, 0, i === 0 ? -9 : 9);
+      outlined(ctx, theme, `${name || kind} peak ${plain(rate)} GB/s`, 0, -9 - 12 * (sorted.length - 1 - i));
       ctx.restore();
     });
     for (const [name, tflops] of this.roofs) {
