@@ -139,7 +139,7 @@ def cuda_include_dir() -> Path:
     for variable in ("CONDA_PREFIX", "CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             prefix = Path(os.environ[variable])
-            candidates += [prefix / "include", prefix / "targets" / "x86_64-linux" / "include"]
+            candidates += [prefix / "include", prefix / "Library" / "include", *sorted(prefix.glob("targets/*/include"))]
     candidates.append(Path("/usr/local/cuda/include"))
     for folder in candidates:
         if (folder / "cuda_fp16.h").is_file():

@@ -31,7 +31,7 @@ def requirement(text: str) -> tuple[str, str]:
 
 def conda_packages() -> dict[str, str]:
     lines = (ROOT / "environment.yml").read_text(encoding="utf-8").splitlines()
-    listed = (line.strip().removeprefix("- ") for line in lines if re.match(r"  - [a-z]", line))
+    listed = (line.split(" #")[0].strip().removeprefix("- ") for line in lines if re.match(r"  - [a-z]", line))
     return {name: bounds for name, bounds in map(requirement, listed) if name != "conda-forge"}
 
 
@@ -48,7 +48,7 @@ def test_conda_environment_names_nothing_that_pyproject_does_not() -> None:
     project = PYPROJECT["project"]
     lists = [project["dependencies"], *(project["optional-dependencies"][e] for e in ("lab", "cuda13", "test"))]
     known = {CONDA_NAMES.get(requirement(r)[0], requirement(r)[0]) for group in lists for r in group}
-    extra = set(conda_packages()) - known - {"python", "pip", "cuda-version"}
+    extra = set(conda_packages()) - known - {"python", "pip", "cuda-version", "cuda-nvrtc", "cuda-cudart-dev"}
     assert not extra
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,6 +93,15 @@ def test_missing_headers_say_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Path, "is_file", lambda self: False)
     with pytest.raises(CalmnbError, match="pip install"):
         kernels.cuda_include_dir()
+
+
+@pytest.mark.parametrize("place", ["targets/x86_64-linux/include", "targets/sbsa-linux/include", "Library/include", "include"])
+def test_headers_of_a_conda_environment_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # no wheels of NVIDIA's
+    monkeypatch.setenv("CONDA_PREFIX", str(tmp_path))
+    (tmp_path / place).mkdir(parents=True)
+    (tmp_path / place / "cuda_fp16.h").touch()
+    assert kernels.cuda_include_dir() == tmp_path / place
 
 
 def test_nvrtc_never_writes_into_an_object_that_python_shares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
