@@ -87,16 +87,6 @@ struct AttentionArgs {
   int hold_ns;         // how long an idle block stays once the kernel before is done
 };
 
-// PIECE bytes from global to shared memory; zeros when not `valid`.
-DEVICE void copy_async(u32 dst, const void* src, bool valid) {
-  const int bytes = valid ? PIECE : 0;
-#if PIECE == 16
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
-#else
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(dst), "l"(src), "r"(bytes), "n"(PIECE) : "memory");
-#endif
-}
-
 // Two channels of q as half, and what half leaves out.
 DEVICE void split_pair(float x, float y, u32& high, u32& low) {
   const __half2 h = __floats2half2_rn(x, y);
@@ -171,8 +161,8 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
         for (int r = 0; r < kTokens; r += kRows) {
           const bool valid = t + r < limit;
           if (t + r != skip) {
-            copy_async(at + r * kPitch, from_k + r * kRowBytes, valid);
-            copy_async(at + kTileBytes + r * kPitch, from_v + r * kRowBytes, valid);
+            cp_async_or_zero<PIECE>(at + r * kPitch, from_k + r * kRowBytes, valid);
+            cp_async_or_zero<PIECE>(at + kTileBytes + r * kPitch, from_v + r * kRowBytes, valid);
           }
         }
       } else {
@@ -181,8 +171,8 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
           const int r = p / kRowPieces, c = p % kRowPieces * PIECE;
           if (t0 + r == skip) continue;
           const long long from = static_cast<long long>(t0 + r) * kRowBytes + c;
-          copy_async(to + r * kPitch + c, k + from, t0 + r < limit);
-          copy_async(to + kTileBytes + r * kPitch + c, v + from, t0 + r < limit);
+          cp_async_or_zero<PIECE>(to + r * kPitch + c, k + from, t0 + r < limit);
+          cp_async_or_zero<PIECE>(to + kTileBytes + r * kPitch + c, v + from, t0 + r < limit);
         }
       }
     }
@@ -209,7 +199,7 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
 #pragma unroll 1
         for (int p = lane; p < 2 * kRowPieces; p += 32) {
           const int c = p % kRowPieces * PIECE;
-          copy_async(to + (p < kRowPieces ? 0 : kTileBytes) + c, (p < kRowPieces ? k : v) + static_cast<long long>(fresh) * kRowBytes + c, true);
+          cp_async_or_zero<PIECE>(to + (p < kRowPieces ? 0 : kTileBytes) + c, (p < kRowPieces ? k : v) + static_cast<long long>(fresh) * kRowBytes + c, true);
         }
         cp_async_commit();
         late = true;

@@ -126,6 +126,15 @@ DEVICE u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void cp_async16(u32 dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+// 4, 8 or 16 bytes; zeros when not `valid`, and then nothing is read.
+template <int BYTES> DEVICE void cp_async_or_zero(u32 dst, const void* src, bool valid) {
+  const int bytes = valid ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %3, %2;" ::"r"(dst), "l"(src), "r"(bytes), "n"(BYTES) : "memory");
+  }
+}
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 DEVICE uint4 lds_v4(u32 addr) {

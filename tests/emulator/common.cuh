@@ -1,9 +1,7 @@
-// kernels/common.cuh without its PTX. cp.async copies at once: what the kernel may assume is only that the data are
-// there after the wait, so copies are also checked to be 16-byte aligned and inside shared memory.
+// kernels/common.cuh without its PTX. cp.async copies when its thread waits for it, the latest that a GPU may: what is read
+// before is NaN. Two copies on their way to one place are an error, as a copy out of line or out of shared memory is.
 #pragma once
 #include <cuda_fp16.h>
-#include <stdio.h>
-#include <stdlib.h>
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -18,13 +16,8 @@ using u8 = unsigned char;
 constexpr float ACT_SCALE = 8.0f;
 enum StateWord { ST_TOKEN = 0, ST_POS = 1, ST_SLOT = 2, ST_LEN = 3 };
 
+using emulator::require;
 inline u32 shared_bytes = 0;
-inline void require(bool ok, const char* what) {
-  if (!ok) {
-    fprintf(stderr, "emulator: %s\n", what);
-    abort();
-  }
-}
 inline void pdl_trigger() {}
 inline void pdl_wait() {}
 inline void pdl_wait_only() {}
@@ -49,20 +42,60 @@ inline float2 ld_f2(const void* p) {
 inline float ld_f32(const float* p) { return *p; }
 inline int ld_i32(const int* p) { return *p; }
 inline float ld_half(const __half* p) { return __half2float(*p); }
-inline u32 smem_addr(const void* p) { return (u32)((const u8*)p - emulator::dynamic_shared); }
-inline void cp_async16(u32 dst, const void* src) {
-  require((uintptr_t)src % 16 == 0 && dst % 16 == 0, "misaligned cp.async");
-  require(dst + 16 <= shared_bytes, "cp.async past shared memory");
-  memcpy(emulator::dynamic_shared + dst, src, 16);
+// Addresses of shared memory count from the dynamic part; those of static arrays lie beyond, counted from one of them.
+inline u8 static_anchor[16];
+constexpr u32 STATIC = 1u << 31, DYNAMIC_END = 1u << 20;
+inline u32 smem_addr(const void* p) {
+  const intptr_t offset = (const u8*)p - emulator::dynamic_shared;
+  return offset >= 0 && offset < (intptr_t)DYNAMIC_END ? (u32)offset : STATIC + (u32)((const u8*)p - static_anchor);
 }
-inline void cp_async_commit() {}
-template <int N> inline void cp_async_wait() {}
+inline u8* shared_at(u32 addr, u32 bytes) {
+  if (addr >= DYNAMIC_END) return static_anchor + (int32_t)(addr - STATIC);
+  require(addr + bytes <= shared_bytes, "shared memory beyond its end");
+  return emulator::dynamic_shared + addr;
+}
+inline bool is_in_flight(u32 addr) { return addr < DYNAMIC_END && emulator::block->in_flight[addr / 4]; }
+inline void copy_later(u32 dst, const void* src, u32 bytes) {
+  require((uintptr_t)src % bytes == 0 && dst % bytes == 0, "misaligned cp.async");
+  shared_at(dst, bytes);
+  for (u32 i = 0; i < bytes; i += 4) {
+    require(!is_in_flight(dst + i), "two copies are on their way to one place");
+    emulator::block->in_flight[(dst + i) / 4] = true;
+  }
+  emulator::block->fibers[emulator::current].copies.push_back({dst, src, bytes});
+}
+inline void cp_async16(u32 dst, const void* src) { copy_later(dst, src, 16); }
+template <int BYTES> inline void cp_async_or_zero(u32 dst, const void* src, bool valid) { copy_later(dst, valid ? src : nullptr, BYTES); }
+inline void cp_async_commit() {
+  emulator::Fiber& me = emulator::block->fibers[emulator::current];
+  me.groups.push_back(me.copies.size());
+}
+template <int N> inline void cp_async_wait() {
+  emulator::Fiber& me = emulator::block->fibers[emulator::current];
+  if (me.groups.size() <= N) return;
+  const size_t due = me.groups[me.groups.size() - N - 1];
+  for (size_t i = 0; i < due; i++) {
+    const emulator::Copy& one = me.copies[i];
+    u8* const to = emulator::dynamic_shared + one.to;
+    if (one.from) memcpy(to, one.from, one.bytes);
+    else memset(to, 0, one.bytes);
+    for (u32 j = 0; j < one.bytes; j += 4) emulator::block->in_flight[(one.to + j) / 4] = false;
+  }
+  me.copies.erase(me.copies.begin(), me.copies.begin() + due);
+  me.groups.erase(me.groups.begin(), me.groups.end() - N);
+  for (size_t& group : me.groups) group -= due;
+}
 inline uint4 lds_v4(u32 addr) {
-  require(addr % 16 == 0 && addr + 16 <= shared_bytes, "shared load out of range");
+  require(addr % 16 == 0, "misaligned shared load");
   uint4 v;
-  memcpy(&v, emulator::dynamic_shared + addr, 16);
+  memcpy(&v, shared_at(addr, 16), 16);
+  for (u32 i = 0; i < 16; i += 4)
+    if (is_in_flight(addr + i)) v.x = v.y = v.z = v.w = 0xFFFFFFFF;
   return v;
 }
-inline u64 global_timer() { return 0; }
+inline u64 global_timer() {  // moves on, so that who waits for a time gets there
+  static u64 now = 0;
+  return now += 100;
+}
 inline void stamp_start(u64*, u64&) {}
 inline void stamp_end(u64*, u64) {}

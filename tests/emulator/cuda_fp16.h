@@ -8,7 +8,11 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <stdio.h>
+#include <stdlib.h>
+
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <vector>
 
@@ -18,7 +22,7 @@
 #define __forceinline__ inline
 #define __noinline__
 #define __grid_constant__
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static
 #define __maxnreg__(n)
 #define __launch_bounds__(...)
@@ -26,20 +30,39 @@ using std::max;
 using std::min;
 
 struct dim3_ { unsigned x, y, z; };
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace emulator {
+struct Barrier {
+  unsigned waiting = 0, generation = 0;
+};
+inline void require(bool ok, const char* what) {
+  if (!ok) {
+    fprintf(stderr, "emulator: %s\n", what);
+    abort();
+  }
+}
+// An asynchronous copy that nobody has waited for yet: it happens at the wait, as late as it may.
+struct Copy {
+  unsigned to;       // shared memory
+  const void* from;  // null: zeros
+  unsigned bytes;
+};
 struct Fiber {
   ucontext_t context;  // of its first entry; afterwards `place`, for swapcontext calls the kernel every time
   jmp_buf place;
   bool begun = false, done = false;
+  const Barrier* waits_for = nullptr;
+  unsigned generation = 0;  // of that barrier, when it began to wait
   dim3_ thread;
-};
-struct Barrier {
-  unsigned waiting = 0, generation = 0;
+  std::vector<Copy> copies;
+  std::vector<size_t> groups;  // copies before each commit
 };
 struct Block {
   dim3_ index;
@@ -47,7 +70,9 @@ struct Block {
   Barrier barrier;
   std::vector<Barrier> warp_barriers;
   std::vector<uint64_t> exchange;
+  std::vector<std::array<uint32_t, 6>> wide;  // what lanes of a warp show each other for ldmatrix and mma
   std::vector<uint4> shared;
+  std::vector<char> in_flight;  // a word of shared memory that a copy will be written to
 };
 inline std::unique_ptr<char[]> stacks;
 inline size_t stacks_size = 0;
@@ -67,7 +92,11 @@ inline void wait(Barrier& b, unsigned members) {
     b.waiting = 0;
     b.generation++;
   } else {
+    Fiber& me = block->fibers[current];
+    me.waits_for = &b;
+    me.generation = mine;
     while (b.generation == mine) yield();
+    me.waits_for = nullptr;
   }
 }
 inline unsigned lane() { return block->fibers[current].thread.x & 31; }
@@ -94,14 +123,16 @@ inline bool run_once(Block& b, bool backwards) {
   const unsigned n = (unsigned)b.fibers.size();
   for (unsigned i = 0; i < n; i++) {
     current = backwards ? n - 1 - i : i;
-    if (b.fibers[current].done) continue;
+    Fiber& f = b.fibers[current];
+    if (f.done) continue;
     any = true;
-    enter_fiber(b.fibers[current]);
+    if (f.waits_for == nullptr || f.waits_for->generation != f.generation) enter_fiber(f);
   }
   return any;
 }
-// Runs `body` in `grid` blocks of `threads`, `resident` of them at a time. `order` changes who comes first.
-template <class F> void run_grid(unsigned grid, unsigned threads, unsigned shared_bytes, unsigned resident, unsigned order, F body) {
+// Runs `body` in `columns` x `rows` blocks of `threads`, `resident` of them at a time. `order` changes who comes first.
+template <class F>
+void run_grid(unsigned columns, unsigned rows, unsigned threads, unsigned shared_bytes, unsigned resident, unsigned order, F body) {
   static F* f;
   f = &body;
   entry = [] {
@@ -109,7 +140,8 @@ template <class F> void run_grid(unsigned grid, unsigned threads, unsigned share
     block->fibers[current].done = true;
     _longjmp(scheduler, 1);
   };
-  grid_size = {grid, 1, 1};
+  const unsigned grid = columns * rows;
+  grid_size = {columns, rows, 1};
   block_dim = {threads, 1, 1};
   if (stacks_size < resident * threads * STACK) {
     stacks_size = resident * threads * STACK;
@@ -120,12 +152,15 @@ template <class F> void run_grid(unsigned grid, unsigned threads, unsigned share
     const unsigned n = min(resident, grid - first);
     for (unsigned j = 0; j < n; j++) {
       Block& b = blocks[j];
-      b.index = {first + (j + order) % n, 0, 0};
+      const unsigned number = first + (j + order) % n;
+      b.index = {number % columns, number / columns, 0};
       b.fibers.assign(threads, Fiber{});
       b.barrier = {};
       b.warp_barriers.assign((threads + 31) / 32, {});
       b.exchange.assign(threads, 0);
+      b.wide.assign(threads, {});
       b.shared.resize(shared_bytes / 16 + 1);
+      b.in_flight.assign(b.shared.size() * 4, false);
       memset(b.shared.data(), 0xFF, b.shared.size() * 16);
       for (unsigned i = 0; i < threads; i++) {
         Fiber& fiber = b.fibers[i];
@@ -150,9 +185,16 @@ template <class To, class From> inline To bits(From v) {
   return r;
 }
 inline double half_value(uint16_t h) {
-  const int e = h >> 10 & 31, m = h & 1023;
-  const double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
-  return h & 0x8000 ? -v : v;
+  static const std::vector<double> table = [] {
+    std::vector<double> all(1 << 16);
+    for (unsigned h = 0; h < all.size(); h++) {
+      const int e = h >> 10 & 31, m = h & 1023;
+      const double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
+      all[h] = h & 0x8000 ? -v : v;
+    }
+    return all;
+  }();
+  return table[h];
 }
 inline uint16_t half_of(double v) {
   const uint16_t sign = signbit(v) ? 0x8000 : 0;
@@ -184,6 +226,7 @@ inline __half __high2half(__half2 h) { return {h.hi}; }
 inline float __low2float(__half2 h) { return (float)emulator::half_value(h.lo); }
 inline float __high2float(__half2 h) { return (float)emulator::half_value(h.hi); }
 inline __half2 __half2half2(__half h) { return {h.v, h.v}; }
+inline float2 __half22float2(__half2 h) { return {__low2float(h), __high2float(h)}; }
 template <class F> inline __half2 half2_map(__half2 a, __half2 b, __half2 c, F f) {
   using emulator::half_of;
   using emulator::half_value;
@@ -226,6 +269,11 @@ template <class V> inline V __shfl_up_sync(unsigned, V v, int d) {
   const unsigned lane = emulator::lane();
   return exchange_value(v, lane >= (unsigned)d ? lane - d : lane);
 }
+inline bool __any_sync(unsigned mask, bool v) {
+  for (int d = 16; d; d /= 2) v |= __shfl_xor_sync(mask, v, d);
+  return v;
+}
+inline void __nanosleep(unsigned) {}
 inline unsigned __reduce_min_sync(unsigned mask, unsigned v) {
   for (int d = 16; d; d /= 2) v = min(v, __shfl_xor_sync(mask, v, d));
   return v;

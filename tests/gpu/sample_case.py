@@ -235,9 +235,7 @@ class SampleCase:
         shared = self.plan.max_shared if greedy else self.plan.draw_shared
         threads = dict(spec.defines).get("SAMPLE_THREADS", self.plan.block) if not greedy else self.plan.block
         if hasattr(self.gpu, "launch_grid"):
-            self.gpu.launch_grid(
-                spec, "SampleArgs", self.args, self.plan.blocks, int(threads), shared, together=not greedy, order=order
-            )
+            self.gpu.launch_grid(spec, self.args, self.plan.blocks, int(threads), shared, together=not greedy, order=order)
         else:
             self.gpu.launch_raw(self.gpu.function(spec), self.plan.blocks, int(threads), shared, self.args, stream, pdl=pdl)
 
