@@ -29,7 +29,7 @@ class EmulatedGpu(FakeGpu):
 
     def __init__(self, launcher: EmulatedLauncher, *, order: int = 0) -> None:
         super().__init__(arch="sm_90", sm_count=launcher.device.sm_count)
-        self._launcher, self._order = launcher, order
+        self.launcher, self._order = launcher, order
         self._whole: dict[int, Bytes] = {}
         self.on_launch = self.on_run = self._run
 
@@ -76,7 +76,7 @@ class EmulatedGpu(FakeGpu):
     def _run(self, launches: Sequence[Launch]) -> None:
         for one in launches:
             together = one.kernel.name == "sample_draw"
-            self._launcher.run(
+            self.launcher.run(
                 one.kernel.spec, one.args, one.grid, one.block, one.shared, together=together, order=self._order
             )  # fmt: skip
 

@@ -69,9 +69,11 @@ class EmulatedLauncher:
         )
         self._libraries: dict[KernelSpec, Any] = {}
         self._numbers = itertools.count()
-        for path in kernels_dir().glob("*.cu*"):
-            text = _ASSEMBLER.sub("v[j] = in[base + j * 512];\n", path.read_text())
-            (folder / path.name).write_text(_SHARED.sub(r"\n#define \1 (emulator::dynamic_shared)\n", text))
+        for path in kernels_dir().rglob("*.cu*"):
+            text = _ASSEMBLER.sub("v[j] = in[base + j * 512];\n", path.read_text()).replace("__restrict__", "")
+            target = folder / path.relative_to(kernels_dir())
+            target.parent.mkdir(exist_ok=True)
+            target.write_text(_SHARED.sub(r"\n#define \1 (emulator::dynamic_shared)\n", text))
         for name in ("common.cuh", "mma.cuh", "sync.cuh"):
             (folder / name).write_text((HERE / name).read_text())
 
@@ -83,7 +85,8 @@ class EmulatedLauncher:
             (self.folder / f"{name}.cpp").write_text(text)
             subprocess.run(
                 ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
-                 "-U_FORTIFY_SOURCE", "-fno-gnu-unique", *spec.options(), f"-I{HERE}", "-o", f"{name}.so", f"{name}.cpp"],
+                 "-U_FORTIFY_SOURCE", "-fno-gnu-unique", *spec.options(), "-I.", f"-I{HERE}", "-o",
+                 f"{name}.so", f"{name}.cpp"],
                 cwd=self.folder, check=True,
             )  # fmt: skip
             self._libraries[spec] = ctypes.CDLL(str(self.folder / f"{name}.so"))

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,79 +23,24 @@ from calmnb.kernels import CompiledKernel, KernelSpec, Resources, kernels_dir
 from calmnb.one_kernel import VERSIONS, Layer, Version
 from calmnb.plots import one_kernel as figures
 from calmnb.profile import sass
-from tests.emulator import launcher
-from tests.fake_gpu import FakeGpu
+from tests.emulator.gpu import EmulatedGpu
+from tests.emulator.launcher import EmulatedLauncher
 from tests.unit.test_plots import drawn
 
-EMULATOR = Path(launcher.__file__).parent
-WRAPPER = """
-#include "{source}"
-extern "C" void run(void** a, unsigned grid, unsigned block, unsigned smem) {{
-  shared_bytes = smem;
-  emulator::run_grid(grid, block, smem, 1, 0, [=] {{ {call}; }});
-}}
-"""
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
 
 
-class EmulatedGpu(FakeGpu):
-    """A GPU of three multiprocessors whose kernels g++ compiled; every graph takes 1 ms."""
+class LessonGpu(EmulatedGpu):
+    """A GPU of three multiprocessors; every graph takes 1 ms."""
 
     name = "NVIDIA H200"
     l2_bytes = 20_000
     clock_ghz = 1.98
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(sm_count=3)
-        self.folder = folder
-        self.built = 0
-        self.libraries: dict[tuple[KernelSpec, str], Any] = {}
-        self.on_run = self.launch
-        for path in kernels_dir().rglob("*.cu*"):
-            text = path.read_text()
-            text = text.replace("extern __shared__ __align__(16) u8 shared[];", "#define shared (emulator::dynamic_shared)")
-            text = text.replace("__restrict__", "")
-            target = folder / path.relative_to(kernels_dir())
-            target.parent.mkdir(exist_ok=True)
-            target.write_text(text)
-        for path in EMULATOR.glob("*.cuh"):
-            (folder / path.name).write_text(path.read_text())
-
-    def allocate(self, nbytes: int) -> int:
-        """Aligned like device memory."""
-        return -(-super().allocate(nbytes + 256) // 256) * 256
-
-    def release(self, address: int) -> None:
-        held = max(at for at in self.held if at <= address)
-        super().release(held)
-
-    def library(self, spec: KernelSpec, entry: str) -> Any:
-        if (spec, entry) not in self.libraries:
-            self.built += 1  # never the same name twice: the loader would give the old library
-            name = f"k{self.built}"
-            call = "matvec_rows(*(const MatvecArgs*)a[0])"
-            if entry != "matvec_rows":
-                w, x = {"thread_a_row": "hh", "warp_a_row": "hh", "ring": "bh"}.get(entry, "cc")
-                types = {"h": "const __half*", "b": "const u8*", "c": "const uint4*"}
-                call = f"{entry}(*({types[w]}*)a[0], *({types[x]}*)a[1], *(float**)a[2], *(int*)a[3], *(int*)a[4])"
-            (self.folder / f"{name}.cpp").write_text(WRAPPER.format(source=spec.source, call=call))
-            subprocess.run(
-                ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
-                 "-U_FORTIFY_SOURCE", *spec.options(), f"-I{self.folder}", f"-I{EMULATOR}", "-o", f"{name}.so", f"{name}.cpp"],
-                cwd=self.folder, check=True,
-            )  # fmt: skip
-            self.libraries[spec, entry] = ctypes.CDLL(str(self.folder / f"{name}.so"))
-        return self.libraries[spec, entry]
-
-    def launch(self, launches: Sequence[Launch]) -> None:
-        for one in launches:
-            pointers = (ctypes.c_void_p * len(one.args))(*[ctypes.addressof(a) for a in one.args])
-            self.library(one.kernel.spec, one.kernel.name).run(pointers, one.grid[0], one.block, one.shared)
-
 
 @pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedGpu:
-    return EmulatedGpu(tmp_path_factory.mktemp("lesson"))
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> LessonGpu:
+    return LessonGpu(EmulatedLauncher(tmp_path_factory.mktemp("lesson")))
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +57,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_kernel, "find_disassembler", lambda: None)
 
 
-def run(gpu: EmulatedGpu, versions: Sequence[Version], rows: int, cols: int, **options: Any) -> Any:
+def run(gpu: LessonGpu, versions: Sequence[Version], rows: int, cols: int, **options: Any) -> Any:
     layer = Layer(f"{rows} x {cols}", rows, cols)
     settings: dict[str, Any] = {"cached": None, "repeats": 2, "arena_bytes": 1, "peak_gb_per_s": 4600.0, **options}
     return one_kernel.measure(gpu, layers=[layer], versions=versions, **settings)
@@ -122,7 +66,7 @@ def run(gpu: EmulatedGpu, versions: Sequence[Version], rows: int, cols: int, **o
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.number}")
 @pytest.mark.parametrize(("rows", "cols"), [(1, 32), (37, 96), (259, 1056)])
-def test_every_version_computes_the_product(gpu: EmulatedGpu, version: Version, rows: int, cols: int) -> None:
+def test_every_version_computes_the_product(gpu: LessonGpu, version: Version, rows: int, cols: int) -> None:
     table = run(gpu, [version], rows, cols)
     assert list(table["version"]) == [version.number]
     assert table["error"].iloc[0] < one_kernel.TOLERANCE[version.dtype]
@@ -131,44 +75,44 @@ def test_every_version_computes_the_product(gpu: EmulatedGpu, version: Version, 
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS[:7], ids=lambda v: f"{v.number}")
 @pytest.mark.parametrize(("rows", "cols"), [(33, 8), (5, 1544), (2, 14336)])
-def test_rows_that_end_in_the_middle_of_a_warp(gpu: EmulatedGpu, version: Version, rows: int, cols: int) -> None:
+def test_rows_that_end_in_the_middle_of_a_warp(gpu: LessonGpu, version: Version, rows: int, cols: int) -> None:
     run(gpu, [version], rows, cols)
 
 
 @needs_compiler
 @pytest.mark.parametrize("cols", [1, 3, 33, 577])
-def test_the_plain_versions_take_any_number_of_columns(gpu: EmulatedGpu, cols: int) -> None:
+def test_the_plain_versions_take_any_number_of_columns(gpu: LessonGpu, cols: int) -> None:
     run(gpu, VERSIONS[:2], 130, cols)
     with pytest.raises(ConfigError, match="multiple of 8 columns"):
         run(gpu, [VERSIONS[2]], 130, cols)
 
 
 @needs_compiler
-def test_the_real_layers_widths(gpu: EmulatedGpu) -> None:
+def test_the_real_layers_widths(gpu: LessonGpu) -> None:
     for layer in one_kernel.LAYERS:
         table = run(gpu, [v for v in VERSIONS if v.kind in ("resident", "ring")], 14, layer.cols)
         assert set(table["version"]) == {5, 6, 9, 11, 12}
 
 
 @needs_compiler
-def test_a_wrong_kernel_is_never_timed(gpu: EmulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = gpu.folder / VERSIONS[1].source
+def test_a_wrong_kernel_is_never_timed(gpu: LessonGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = gpu.launcher.folder / VERSIONS[1].source
     text = good.read_text()
-    monkeypatch.setattr(gpu, "libraries", {})
+    monkeypatch.setattr(gpu.launcher, "_libraries", {})
     for broken, message in (
         (text.replace("y[row] = sum", "y[row] = row == 7 ? 0.f : sum"), "first is row 7"),
         (text.replace("if (row >= rows) return;", ""), "past the end of y"),
         (text.replace("lane == 0", "lane == 0 && row < 20"), "first is row 20: .*nan"),
     ):
         good.write_text(broken)
-        monkeypatch.setattr(gpu, "libraries", {})
+        monkeypatch.setattr(gpu.launcher, "_libraries", {})
         with pytest.raises(CalmnbError, match=message):
             run(gpu, [VERSIONS[1]], 29, 64)
     good.write_text(text)
 
 
 @needs_compiler
-def test_the_table_says_what_its_columns_promise(gpu: EmulatedGpu) -> None:
+def test_the_table_says_what_its_columns_promise(gpu: LessonGpu) -> None:
     table = run(gpu, VERSIONS, 64, 512, cached=Layer("small", 32, 512))
     assert list(table.columns) == list(one_kernel.COLUMNS)
     assert set(table.loc[table["memory"] == "L2", "version"]) == {9, 12}
@@ -188,7 +132,7 @@ def test_the_table_says_what_its_columns_promise(gpu: EmulatedGpu) -> None:
 
 
 @needs_compiler
-def test_tables_survive_their_file(gpu: EmulatedGpu, tmp_path: Path) -> None:
+def test_tables_survive_their_file(gpu: LessonGpu, tmp_path: Path) -> None:
     table = run(gpu, VERSIONS[:3], 16, 64)
     path = one_kernel.save(table, tmp_path / "table.json")
     again = one_kernel.load(path)
