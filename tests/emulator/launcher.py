@@ -22,7 +22,7 @@ from calmnb.engine.cuda_matvec import Device, MatvecArgs, MatvecPlan
 from calmnb.kernels import KernelSpec, kernels_dir
 
 HERE = Path(__file__).parent
-WRAPPER = """
+WRAPPER = """#include <cuda_fp16.h>
 #include "{source}"
 using uint = unsigned;
 extern "C" void run(void** p, uint columns, uint rows, uint threads, uint smem, uint resident, uint order) {{
@@ -31,6 +31,10 @@ extern "C" void run(void** p, uint columns, uint rows, uint threads, uint smem, 
 }}
 extern "C" void exponentials(float* x, int n) {{ for (int i = 0; i < n; i++) x[i] = expf(x[i]); }}
 """
+_COMPILER = [
+    "g++", "-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
+    "-fno-gnu-unique",
+]  # fmt: skip
 # What an assembler instruction asks of the driver, and a kernel without it does as well.
 _ASSEMBLER = re.compile(r'asm volatile\("ld\.global\.L1::no_allocate.*?;\n', re.DOTALL)
 _SHARED = re.compile(r"extern __shared__ __align__\(16\) u8 (\w+)\[\];")
@@ -74,8 +78,10 @@ class EmulatedLauncher:
             target = folder / path.relative_to(kernels_dir())
             target.parent.mkdir(exist_ok=True)
             target.write_text(_SHARED.sub(r"\n#define \1 (emulator::dynamic_shared)\n", text))
-        for name in ("common.cuh", "mma.cuh", "sync.cuh"):
+        for name in ("common.cuh", "cuda_fp16.h", "mma.cuh", "sync.cuh"):
             (folder / name).write_text((HERE / name).read_text())
+        # Compiled once, for it is what every kernel includes first; g++ finds it beside the header.
+        subprocess.run([*_COMPILER, "-x", "c++-header", "cuda_fp16.h", "-o", "cuda_fp16.h.gch"], cwd=folder, check=True)
 
     def library(self, spec: KernelSpec) -> Any:
         """The kernel, compiled, as ``run(addresses of arguments, columns, rows, block, shared, resident, order)``."""
@@ -84,11 +90,10 @@ class EmulatedLauncher:
             text = WRAPPER.format(source=spec.source, name=spec.name, arguments=self._arguments(spec))
             (self.folder / f"{name}.cpp").write_text(text)
             subprocess.run(
-                ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off",
-                 "-U_FORTIFY_SOURCE", "-fno-gnu-unique", *spec.options(), "-I.", f"-I{HERE}", "-o",
-                 f"{name}.so", f"{name}.cpp"],
-                cwd=self.folder, check=True,
-            )  # fmt: skip
+                [*_COMPILER, "-shared", *spec.options(), "-I.", "-o", f"{name}.so", f"{name}.cpp"],
+                cwd=self.folder,
+                check=True,
+            )
             self._libraries[spec] = ctypes.CDLL(str(self.folder / f"{name}.so"))
         return self._libraries[spec]
 
