@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from calmnb.engine.cuda_device import Bytes, Launch
+from calmnb.engine.cuda_matvec import Device
 from tests.emulator.launcher import EmulatedLauncher
 from tests.fake_gpu import FakeGpu
 
@@ -23,12 +24,15 @@ class EmulatedGpu(FakeGpu):
         Keeps compiled kernels; shared by the GPUs of several tests.
     order
         Changes which block of a grid comes first.
+    arch
+        Whose plans the engine makes, and whose shared memory there is.
     """
 
     name = "Emulated GPU"
 
-    def __init__(self, launcher: EmulatedLauncher, *, order: int = 0) -> None:
-        super().__init__(arch="sm_90", sm_count=launcher.device.sm_count)
+    def __init__(self, launcher: EmulatedLauncher, *, order: int = 0, arch: str = "sm_90") -> None:
+        super().__init__(arch=arch, sm_count=launcher.device.sm_count)
+        self._most_shared = Device.of_arch(arch).shared_per_sm - 1024  # CUDA keeps a kilobyte of each block
         self.launcher, self._order = launcher, order
         self._whole: dict[int, Bytes] = {}
         self.on_launch = self.on_run = self._run
@@ -75,6 +79,7 @@ class EmulatedGpu(FakeGpu):
 
     def _run(self, launches: Sequence[Launch]) -> None:
         for one in launches:
+            assert one.shared <= self._most_shared, f"{one.kernel.name} asks for {one.shared} bytes of shared memory"
             together = one.kernel.name == "sample_draw"
             self.launcher.run(
                 one.kernel.spec, one.args, one.grid, one.block, one.shared, together=together, order=self._order

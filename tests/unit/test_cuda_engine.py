@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from calmnb.config import ModelConfig
 from calmnb.engine import cuda, cuda_graphs, cuda_ops, cuda_prefill
+from calmnb.engine.cuda_matvec import Device
 from calmnb.engine.cuda_memory import RESERVE, MemoryPlan
 from calmnb.engine.cuda_ops import plan_attention, state_words
-from calmnb.engine.cuda_program import StepProgram
+from calmnb.engine.cuda_program import StepProgram, make_plans
 from calmnb.engine.cuda_weights import ALIGNMENT, Layout, random_regions, upload, weight_regions
 from calmnb.engine.positions import Positions
 from calmnb.errors import CalmnbError, ConfigError, ContextError, DeviceError, UnsupportedError
@@ -310,6 +312,20 @@ def test_experts_go_step_by_step() -> None:
     engine = open_engine(CONFIG.replace(n_experts=4, n_experts_active=2), gpu=gpu)
     engine.prefill([1] * 20)
     assert gpu.products == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "sm_count"),
+    [("sm_80", 108), ("sm_86", 28), ("sm_86", 82), ("sm_89", 24), ("sm_89", 128), ("sm_90", 132), ("sm_120", 170)],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_plan_asks_for_more_shared_memory_than_there_is(arch: str, sm_count: int, shape: str) -> None:
+    most = Device.of_arch(arch).shared_per_sm - 1024
+    for dtype, kv_dtype in itertools.product(("fp16", "fp8", "gf4"), ("fp16", "fp8")):
+        plans = make_plans(shape_config(shape, dtype), kv_dtype, 4096, "stop", arch, sm_count)  # type: ignore[arg-type]
+        matvecs = [plan.smem for plan in plans.matvec.values()]
+        assert max(*matvecs, plans.attention.shared, plans.short_attention.shared, plans.sampling.max_shared) <= most
+        assert plans.sampling.can_draw
 
 
 # -- tokens chosen on the device --------------------------------------------------------------------------------------

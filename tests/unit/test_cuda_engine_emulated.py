@@ -38,8 +38,8 @@ def open_engine(launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(cuda_graphs, "compile_all", compile_all)
 
-    def open_it(weights: Any, *, order: int = 0, **options: Any) -> CudaEngine:
-        gpu = EmulatedGpu(launcher, order=order)
+    def open_it(weights: Any, *, order: int = 0, arch: str = "sm_90", **options: Any) -> CudaEngine:
+        gpu = EmulatedGpu(launcher, order=order, arch=arch)
         return CudaEngine(weights.config, weight_regions(weights), gpu=gpu, **options)
 
     return open_it
@@ -153,3 +153,30 @@ def test_tokens_chosen_by_the_kernels_are_the_samplers(open_engine: Open, sampli
         engine.reset()
         chosen = [t.token for t in engine.decode_many(3, 0, 24, sampling=sampling, rng_state=77, history=[3])]
     assert chosen == history[1:]
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "kv_dtype"),
+    [
+        ("sm_80", {"dtype": "fp8"}, "fp16"),
+        ("sm_86", {"dtype": "gf4", "head_dim": 80, "rotary_dim": 80}, "fp8"),
+        ("sm_89", {"head_dim": 128, "n_kv_heads": 4}, "fp16"),
+        ("sm_89", {"dtype": "gf4", "n_experts": 4, "n_experts_active": 2}, "fp16"),
+        ("sm_120", {"dtype": "fp8", "head_dim": 256, "n_heads": 2, "n_kv_heads": 1}, "fp8"),
+    ],
+)
+def test_plans_of_gpus_that_no_test_runs_on(open_engine: Open, arch: str, changes: dict[str, Any], kv_dtype: Any) -> None:
+    """Their grids, rings and shared memory: steps, a prompt in a batch, and drawn tokens."""
+    config = BASE.replace(**SMALL | {"n_layers": 1, "vocab_size": 300} | changes)
+    weights, tokens = random_weights(config), tokens_for(config, 36)
+    reference = ReferenceEngine(weights, seq_len=48, kv_dtype=kv_dtype)
+    limit = 3 * TOLERANCE * (12 if kv_dtype == "fp8" else 1)
+    sampling = Sampling(temperature=0.9, top_k=50, top_p=0.9, min_p=0.0)
+    with open_engine(weights, arch=arch, seq_len=48, kv_dtype=kv_dtype) as engine:
+        for pos, token in enumerate(tokens):
+            expected = reference.step(token, pos)
+            assert relative(engine.step(token, pos), expected) < limit, f"position {pos}"
+        engine.reset()
+        assert relative(engine.prefill(tokens), expected) < limit
+        chosen = list(engine.decode_many(tokens[-1], 35, 10, sampling=sampling, rng_state=5, history=tokens))
+    assert [t.pos for t in chosen] == list(range(36, 46))
