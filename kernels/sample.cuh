@@ -52,7 +52,7 @@ struct SampleArgs {
   int* history;              // [history_cap], token at position p in history[p % history_cap]
   HostToken* host_ring;      // [host_cap]
   int vocab, n_best, history_cap, host_cap;
-  int rehearse;              // run once on nothing before the wait, so that the instructions are at hand
+  int rehearse;              // sample_max: run once on nothing before the wait, so that the instructions are at hand
   u64* stamp;
 };
 

@@ -100,6 +100,17 @@ def spec_weights(name: str) -> Weights:
     return build(SPEC_CONFIG.replace(**changes), matrix, norm, bias=bias if has_bias else None, tied=tied)
 
 
+def check_spec_vectors(open_engine: Callable[..., Any], name: str) -> None:
+    """A GPU engine's steps of a model of SPEC section 9 against its vectors."""
+    _, tokens, argmaxes, expected, options = SPEC[name]
+    options = {"seq_len": 64, **options}
+    with open_engine(spec_weights(name), **options) as engine:
+        logits = [engine.step(token, pos).copy() for pos, token in enumerate(tokens)]
+    if argmaxes:
+        assert [int(row.argmax()) for row in logits] == argmaxes
+    np.testing.assert_allclose(logits[-1], expected, atol=2e-2)
+
+
 def random_weights(config: ModelConfig, seed: int = 0, *, bias: bool = False, tied: bool = False) -> Weights:
     """Random weights, scaled so that activations stay near 1."""
     rng = np.random.default_rng(seed)

@@ -78,6 +78,11 @@ class Device:
         return int(self.arch.removeprefix("sm_").rstrip("af"))
 
     @property
+    def shared_per_block(self) -> int:
+        """Bytes of shared memory that one block can ask for: CUDA keeps a kilobyte of each."""
+        return self.shared_per_sm - 1024
+
+    @property
     def has_pdl(self) -> bool:
         """Whether programmatic dependent launch exists."""
         return self.capability >= 90
@@ -280,7 +285,7 @@ def plan_matvec(
     if device.has_pdl and not is_wide:
         # Exactly `resident` of these blocks must fit a multiprocessor, or the next kernel's pile up on a few of them.
         smem = max(smem, device.shared_per_sm // (g.resident + 1) + 1024)
-    if smem > device.shared_per_sm - 1024:  # two slots of so long a row do not fit this GPU
+    if smem > device.shared_per_block:  # two slots of so long a row do not fit this GPU
         return plan_matvec(
             kind, dtype, rows, cols, device, norm=norm, kv_dtype=kv_dtype, gelu=gelu, wide=True, stamps=stamps, moe=moe
         )

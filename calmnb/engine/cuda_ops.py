@@ -58,8 +58,6 @@ SAMPLE_THREADS = 256
 SAMPLE_SCRATCH_BYTES = 2048 * 8 + SAMPLE_BLOCKS * 28 + 16
 #: `DrawShared` of kernels/sample_draw.cu, and the logits that its list holds (`LIST`).
 _DRAW_SHARED, _DRAW_LIST = 21472, 4096
-#: Shared memory that CUDA keeps of each block.
-_RESERVED = 1 << 10
 #: Tokens the ring in pinned host memory holds; the engine never runs further ahead.
 HOST_RING = 256
 
@@ -365,7 +363,7 @@ class SamplePlan:
     rehearse: bool
 
 
-def plan_sampling(vocab: int, sm_count: int, *, shared_per_sm: int = 228 << 10, rehearse: bool = False) -> SamplePlan:
+def plan_sampling(vocab: int, sm_count: int, *, shared_per_block: int = 227 << 10, rehearse: bool = False) -> SamplePlan:
     """Geometry of sampling for `vocab` logits on a GPU of `sm_count` multiprocessors.
 
     Examples
@@ -377,7 +375,7 @@ def plan_sampling(vocab: int, sm_count: int, *, shared_per_sm: int = 228 << 10, 
     part = (vocab // blocks // 32 + 1) * 32
     bits = part // 8
     draw = _DRAW_SHARED + 8 * max(part, _DRAW_LIST) + bits
-    return SamplePlan(blocks, SAMPLE_THREADS, bits, draw, draw <= shared_per_sm - _RESERVED, rehearse)
+    return SamplePlan(blocks, SAMPLE_THREADS, bits, draw, draw <= shared_per_block, rehearse)
 
 
 def sample_specs() -> tuple[KernelSpec, KernelSpec]:

@@ -139,7 +139,7 @@ def make_plans(
         plans(False),
         wide,
         plans(True) if wide else {},
-        plan_sampling(config.vocab_size, sm_count, shared_per_sm=device.shared_per_sm, rehearse=device.has_pdl),
+        plan_sampling(config.vocab_size, sm_count, shared_per_block=device.shared_per_block, rehearse=device.has_pdl),
     )
 
 

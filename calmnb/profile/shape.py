@@ -238,15 +238,18 @@ def saved_file(name: str) -> Path:
     )
 
 
-def file_name(shape: str, dtype: str, kv_dtype: str, *, device: str = "h200") -> str:
-    """File name of the recording of a shape.
+def file_name(shape: str, dtype: str, kv_dtype: str, *, device: str = "h200", tool: str = "", ending: str = "calmprof") -> str:
+    """File name of the recording of a shape, by calmnb or by an outside `tool`.
 
     Examples
     --------
     >>> file_name("mistral-7b", "fp8", "fp16")
     'h200-mistral-7b-fp8.calmprof'
+    >>> file_name("mistral-7b", "fp8", "fp8", tool="ncu", ending="csv")
+    'h200-ncu-mistral-7b-fp8-kv-fp8.csv'
     """
-    return f"{device}-{shape}-{dtype}" + ("" if kv_dtype == "fp16" else f"-kv-{kv_dtype}") + ".calmprof"
+    kv = "" if kv_dtype == "fp16" else f"-kv-{kv_dtype}"
+    return f"{device}-{tool + '-' if tool else ''}{shape}-{dtype}{kv}.{ending}"
 
 
 def shape_session(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from calmnb.config import KvDtype, WeightDtype
 from calmnb.errors import CalmnbError
 from calmnb.profile.session import Session
-from calmnb.profile.shape import gpu_problem, saved_file
+from calmnb.profile.shape import file_name, gpu_problem, saved_file
 from calmnb.shapes import TIED, shape_config
 
 if TYPE_CHECKING:
@@ -91,9 +91,8 @@ def shape_ncu(
         else:
             say(f"{what}: measured now by Nsight Compute on {session.meta['device']}")
             return session, launches
-    name = f"{device}-ncu-{shape}-{dtype}" + ("" if kv_dtype == "fp16" else f"-kv-{kv_dtype}")
-    launches = read_ncu_csv(saved_file(f"{name}.csv"))
-    session = Session.load(saved_file(f"{name}.calmprof"))
+    launches = read_ncu_csv(saved_file(file_name(shape, dtype, kv_dtype, device=device, tool="ncu", ending="csv")))
+    session = Session.load(saved_file(file_name(shape, dtype, kv_dtype, device=device, tool="ncu")))
     say(f"{what}: {problem}; showing {session.meta['device']}, measured on {str(session.meta.get('date', ''))[:10]}")
     return session, launches
 
@@ -143,8 +142,8 @@ def shape_nsys(
         else:
             say(f"{shape} {dtype}: run now under Nsight Systems on {session.meta['device']}")
             return session
-    name = f"{device}-nsys-{shape}-{dtype}" + ("" if kv_dtype == "fp16" else f"-kv-{kv_dtype}")
-    session = read_nsys(saved_file(f"{name}.sqlite"), config=config, kv_dtype=kv_dtype)
+    path = saved_file(file_name(shape, dtype, kv_dtype, device=device, tool="nsys", ending="sqlite"))
+    session = read_nsys(path, config=config, kv_dtype=kv_dtype)
     say(f"{shape} {dtype}: {problem}; showing {session.meta['device']}, recorded by nsys {session.meta['nsys']['version']}")
     return session
 

@@ -32,7 +32,7 @@ class EmulatedGpu(FakeGpu):
 
     def __init__(self, launcher: EmulatedLauncher, *, order: int = 0, arch: str = "sm_90") -> None:
         super().__init__(arch=arch, sm_count=launcher.device.sm_count)
-        self._most_shared = Device.of_arch(arch).shared_per_sm - 1024  # CUDA keeps a kilobyte of each block
+        self._most_shared = Device.of_arch(arch).shared_per_block
         self.launcher, self._order = launcher, order
         self._whole: dict[int, Bytes] = {}
         self.on_launch = self.on_run = self._run
@@ -51,11 +51,10 @@ class EmulatedGpu(FakeGpu):
 
     def check_guards(self) -> None:
         """Fail if a kernel wrote in front of or behind what was allocated."""
-        for whole in self._whole.values():
-            size = int(whole[:8].view(np.int64)[0])
-            start = int(whole[8:16].view(np.int64)[0])
-            assert (whole[16:start] == _MARK).all(), "a kernel wrote in front of its memory"
-            assert (whole[start + size :] == _MARK).all(), "a kernel wrote behind its memory"
+        for address, whole in self._whole.items():
+            start = address - whole.ctypes.data
+            assert (whole[:start] == _MARK).all(), "a kernel wrote in front of its memory"
+            assert (whole[start + self.held[address].nbytes :] == _MARK).all(), "a kernel wrote behind its memory"
 
     def close(self) -> None:
         self.check_guards()
@@ -65,7 +64,6 @@ class EmulatedGpu(FakeGpu):
     def _guarded(self, nbytes: int) -> Bytes:
         whole = np.full(nbytes + 3 * _GUARD, _MARK, np.uint8)
         start = _GUARD + -(whole.ctypes.data + _GUARD) % 256  # as device memory is aligned
-        whole[:16] = np.array([nbytes, start], np.int64).view(np.uint8)
         array = whole[start : start + nbytes]
         array[:] = 0
         self._whole[array.ctypes.data] = whole

@@ -25,6 +25,7 @@ from calmnb.profile import Session, SessionRecorder
 from calmnb.profile.cupti import trace_steps
 from calmnb.profile.nsight import nsys_script
 from calmnb.profile.nsys import read_nsys
+from calmnb.profile.shape import file_name
 from calmnb.profile.shape_tools import _SCRIPT
 from calmnb.shapes import shape_config
 
@@ -63,12 +64,10 @@ def slim(source: Path, out: Path) -> None:
         for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
             if name not in KEPT:
                 db.execute(f'DROP TABLE "{name}"')
-        texts = [row[1] for row in db.execute("PRAGMA table_info(StringIds)")]
-        used = "SELECT demangledName FROM K UNION SELECT shortName FROM K UNION SELECT textId FROM NVTX_EVENTS"
-        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'NVTX_EVENTS'").fetchone() is None:
-            used = used.replace(" UNION SELECT textId FROM NVTX_EVENTS", "")
-        used = used.replace("FROM K", "FROM CUPTI_ACTIVITY_KIND_KERNEL")
-        db.execute(f"DELETE FROM StringIds WHERE {texts[0]} NOT IN ({used})")
+        used = [f"SELECT {name} FROM CUPTI_ACTIVITY_KIND_KERNEL" for name in ("demangledName", "shortName")]
+        if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'NVTX_EVENTS'").fetchone():
+            used.append("SELECT textId FROM NVTX_EVENTS WHERE textId IS NOT NULL")  # a null in a list is not in any
+        db.execute(f"DELETE FROM StringIds WHERE id NOT IN ({' UNION '.join(used)})")
         launches = "SELECT correlationId FROM CUPTI_ACTIVITY_KIND_KERNEL"
         db.execute(f"DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME WHERE correlationId NOT IN ({launches})")
         db.execute("VACUUM")
@@ -116,7 +115,8 @@ def main() -> None:
     shape, dtype = "mistral-7b", "fp8"
     code = _SCRIPT.format(shape=shape, dtype=dtype, kv_dtype="fp16", context=CONTEXT)
     config = shape_config(shape, dtype)
-    ranged = under_nsys(code, arguments.out / f"{arguments.device}-nsys-{shape}-{dtype}.sqlite", config=config)
+    name = file_name(shape, dtype, "fp16", device=arguments.device, tool="nsys", ending="sqlite")
+    ranged = under_nsys(code, arguments.out / name, config=config)
     print(ranged.events[["layer", "stage", "kernel", "duration_s", "nvtx"]].head(8).to_string())
     columns = {}
     for pdl in (True, False):

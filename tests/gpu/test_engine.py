@@ -15,7 +15,7 @@ from calmnb.engine.reference import ReferenceEngine
 from calmnb.errors import ContextError, DeviceError
 from calmnb.sampler import Sampler, Sampling
 from calmnb.shapes import shape_config
-from tests.engine_models import SPEC, random_weights, spec_weights
+from tests.engine_models import SPEC, check_spec_vectors, random_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -45,13 +45,7 @@ def tokens_for(config: ModelConfig, n: int) -> list[int]:
 
 @pytest.mark.parametrize("name", list(SPEC))
 def test_specification_vectors(name: str) -> None:
-    _, tokens, argmaxes, expected, options = SPEC[name]
-    options = {"seq_len": 64, **options}
-    with open_engine(spec_weights(name), **options) as engine:
-        logits = [engine.step(token, pos).copy() for pos, token in enumerate(tokens)]
-    if argmaxes:
-        assert [int(row.argmax()) for row in logits] == argmaxes
-    np.testing.assert_allclose(logits[-1], expected, atol=2e-2)
+    check_spec_vectors(open_engine, name)
 
 
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {

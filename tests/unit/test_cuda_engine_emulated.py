@@ -17,7 +17,7 @@ from calmnb.kernels import CompiledKernel, KernelSpec, Resources
 from calmnb.sampler import Sampler, Sampling
 from tests.emulator.gpu import EmulatedGpu
 from tests.emulator.launcher import EmulatedLauncher
-from tests.engine_models import SPEC, random_weights, spec_weights
+from tests.engine_models import SPEC, check_spec_vectors, random_weights
 from tests.gpu.test_engine import BASE, MODELS, TOLERANCE, relative, tokens_for
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
@@ -47,13 +47,7 @@ def open_engine(launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", list(SPEC))
 def test_specification_vectors(open_engine: Open, name: str) -> None:
-    _, tokens, argmaxes, expected, options = SPEC[name]
-    options = {"seq_len": 64, **options}
-    with open_engine(spec_weights(name), **options) as engine:
-        logits = [engine.step(token, pos).copy() for pos, token in enumerate(tokens)]
-    if argmaxes:
-        assert [int(row.argmax()) for row in logits] == argmaxes
-    np.testing.assert_allclose(logits[-1], expected, atol=2e-2)
+    check_spec_vectors(open_engine, name)
 
 
 #: Of the GPU's models, smaller; what is wide stays on the GPU.

@@ -202,7 +202,7 @@ def test_plans_fit_every_gpu(arch: str) -> None:
     for layer in (*one_kernel.LAYERS, one_kernel.CACHED):
         for version in VERSIONS:
             p = one_kernel.plan(version, layer, device)
-            assert p.shared <= device.shared_per_sm - 1024
+            assert p.shared <= device.shared_per_block
             assert p.threads <= 512
             assert p.loop_weights > 0
 
