@@ -1,8 +1,8 @@
 """compute-sanitizer over the kernel tests: ``python -m tests.gpu.sanitize [--tools ...] [--seconds S] [--out FOLDER]``.
 
-Every test that launches a kernel runs under each tool, a few tests a process, as many processes as there are cores. Left
-out (`LEFT_OUT`) are tests of time, of free memory, of profilers that want the driver's hooks to themselves, and of a
-thousand tokens of thirty layers, whose kernels and sizes other tests have too.
+Every test that launches a kernel runs under each tool, a few tests a process, as many processes as there are cores, with
+fewer layers and positions (`tests.gpu.short`). Left out (`LEFT_OUT`) are tests of time, of free memory, of profilers that
+want the driver's hooks to themselves, and of a thousand tokens of thirty layers, whose kernels other tests have too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 # A call that fails is no error of a kernel: cuGetProcAddress is asked for what a driver may lack.
 TOOLS = {"racecheck": ["--racecheck-report", "all"], "memcheck": ["--report-api-errors", "no"], "synccheck": []}
 # Slowest first, so that no core is left with them at the end; tests of one line go a chunk together.
-FILES = {"test_sampling": 1, "test_engine": 2, "test_transformers": 2, "test_matvec": 8, "test_one_kernel": 8}
+FILES = {"test_sampling": 1, "test_engine": 4, "test_transformers": 4, "test_matvec": 15, "test_one_kernel": 15}
 LONG = "every_length_of_a_context"
 LEFT_OUT = re.compile("each_idea_helps|memory_comes_back|does_not_fit|same_bits_with_and_without")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "filterwarnings=default"]
@@ -84,7 +84,7 @@ def check(chunk: Chunk, end: float, out: Path) -> Outcome:
         return Outcome(chunk, 0, 0, 0, "", 0.0)
     log = out / f"{chunk.name}.log"
     command = ["compute-sanitizer", "--tool", chunk.tool, *TOOLS[chunk.tool], *PYTEST]
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CALMNB_TEST_SHORT": "1"}
     with log.open("w") as file:
         try:
             subprocess.run(

@@ -11,6 +11,7 @@ from calmnb.engine.cuda_ops import plan_sampling
 from calmnb.sampler import Sampling, XorShift64
 from tests.gpu.launcher import Launcher
 from tests.gpu.sample_case import SampleCase, exact_draw, penalised, random_logits, random_sampling, sampler_choice
+from tests.gpu.short import fewer
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ def gpu() -> Launcher:
 def test_tokens_are_the_samplers(gpu: Launcher, block: int) -> None:
     rng = np.random.default_rng(block)
     drawn, missed = 0, []
-    for _ in range(60):
+    for _ in range(fewer(60, 15)):
         vocab = int(rng.choice([1, 5, 31, 33, 1000, 4099, 32000, 128256, rng.integers(1, 130000)]))
         # A block keeps its slice of the logits in shared memory, which must have room.
         blocks = int(rng.choice([n for n in (1, 2, 64) if plan_sampling(vocab, n).can_draw]))
@@ -53,7 +54,7 @@ def test_tokens_are_the_samplers(gpu: Launcher, block: int) -> None:
             draw = exact_draw(sampling, l, XorShift64(seed).coin(), exp=lambda x: gpu.cupy.exp(gpu.cupy.asarray(x)).get())
             if draw.distance(entry.token) > 1e-6:
                 missed.append((vocab, n_ids, sampling, seed, entry.token, draw.token))
-    assert drawn > 100
+    assert drawn > fewer(100, 25)
     assert not missed
 
 
@@ -67,7 +68,7 @@ def test_the_same_bits_every_time(gpu: Launcher, vocab: int) -> None:
         Sampling(temperature=1.0, top_k=100, top_p=0.7, min_p=0.0, repetition_penalty=1.2),
     ):
         seen: set[tuple[Any, ...]] = set()
-        for i in range(200):
+        for i in range(fewer(200, 8)):
             case.set(sampling, 12345, [1, 2, 3])
             entry, state = case.run(pdl=i % 2 == 0)
             seen.add((entry.token, entry.logprob, state))
