@@ -40,11 +40,17 @@ class Outcome:
     """What a chunk's process said: how its tests ended, and the tool's own summary ("" if it was cut off)."""
 
     chunk: Chunk
-    passed: int
-    failed: int
-    skipped: int
-    summary: str
-    seconds: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    summary: str = ""
+    died: bool = False
+    seconds: float = 0.0
+
+    @property
+    def left(self) -> int:
+        """Tests that did not get to run to their end."""
+        return len(self.chunk.tests) - self.passed - self.failed - self.skipped
 
     @property
     def clean(self) -> bool:
@@ -81,24 +87,32 @@ def check(chunk: Chunk, end: float, out: Path) -> Outcome:
     """Run `chunk`; at `end` (of `time.monotonic`) its process stops after the test it is in."""
     began = time.monotonic()
     if end - began < 5:
-        return Outcome(chunk, 0, 0, 0, "", 0.0)
+        return Outcome(chunk)
     log = out / f"{chunk.name}.log"
-    command = ["compute-sanitizer", "--tool", chunk.tool, *TOOLS[chunk.tool], *PYTEST]
+    command = ["timeout", "-s", "KILL", f"{end - began + 60:.0f}"]  # takes the processes with it that the tool started
+    command += ["compute-sanitizer", "--tool", chunk.tool, *TOOLS[chunk.tool]]
+    command += [*PYTEST, f"--session-timeout={end - began:.0f}", *chunk.tests]
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "CALMNB_TEST_SHORT": "1"}
     with log.open("w") as file:
-        try:
-            subprocess.run(
-                [*command, f"--session-timeout={end - began:.0f}", *chunk.tests],
-                stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=end - began + 60, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            file.write("\nkilled\n")
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False)
     text = log.read_text(errors="replace")
-    counted = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", text)}
+    ended = re.findall(r"^(\d+ .*) in [\d.]+s", text, re.MULTILINE)
+    counted = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", ended[-1] if ended else "")}
     summary = re.findall(r"SUMMARY: (.*)", text)
-    failed = counted.get("failed", 0) + counted.get("error", 0)
-    found = summary[-1] if summary else ""
-    return Outcome(chunk, counted.get("passed", 0), failed, counted.get("skipped", 0), found, time.monotonic() - began)
+    return Outcome(
+        chunk,
+        passed=counted.get("passed", 0),
+        failed=counted.get("failed", 0) + counted.get("error", 0),
+        skipped=counted.get("skipped", 0),
+        summary=summary[-1] if summary else "",
+        died="didn't terminate successfully" in text,
+        seconds=time.monotonic() - began,
+    )
+
+
+def run(chunks: list[Chunk], jobs: int, end: float, out: Path) -> list[Outcome]:
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda chunk: check(chunk, end, out), chunks))
 
 
 def main() -> None:
@@ -112,8 +126,12 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + arguments.seconds
     tests = collect(arguments.only)
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        outcomes = list(pool.map(lambda chunk: check(chunk, end, arguments.out), split(tests, arguments.tools)))
+    outcomes = run(split(tests, arguments.tools), arguments.jobs, end, arguments.out)
+    # A process can die of what the others take (memory, most of all): those get a second turn in smaller company.
+    died = [o.chunk for o in outcomes if o.died]
+    if died:
+        print(f"{len(died)} processes died and run again: {' '.join(chunk.name for chunk in died)}")
+        outcomes = [o for o in outcomes if not o.died] + run(died, max(1, arguments.jobs // 4), end, arguments.out)
     bad = [o for o in outcomes if o.failed or (o.summary and not o.clean) or (o.passed and not o.summary)]
     for outcome in bad:
         print(f"{outcome.chunk.name}: {outcome.summary or 'cut off'}, {outcome.failed} failed: {' '.join(outcome.chunk.tests)}")
@@ -127,10 +145,10 @@ def main() -> None:
             f"{sum(o.skipped for o in mine)} skipped; {sum(not o.clean for o in whole)} of {len(whole)} processes found "
             f"anything ({sum(o.seconds for o in mine):.0f} s of processes)"
         )
-        left = [test for o in mine for test in o.chunk.tests if o.passed + o.failed + o.skipped < len(o.chunk.tests)]
-        if left:
-            print(f"  in chunks that did not finish: {len(left)} tests, from {left[0]}")
-    sys.exit(bool(bad))
+        for outcome in mine:
+            if outcome.left:
+                print(f"  {outcome.left} tests did not end in {outcome.chunk.name}: {' '.join(outcome.chunk.tests)}")
+    sys.exit(bool(bad) or any(o.left for o in outcomes))
 
 
 if __name__ == "__main__":

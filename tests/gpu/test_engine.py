@@ -124,7 +124,7 @@ def test_every_length_of_a_context_that_wraps_the_ring(kv_dtype: Any, head_dim: 
     with open_engine(weights, seq_len=600, kv_dtype=kv_dtype, attention=attention) as engine:
         if IS_SHORT:
             engine.prefill(tokens)
-        for pos in (0, 1, 16, 33, 64, 129, 200, 599) if IS_SHORT else range(600):
+        for pos in (599, 200, 129, 64, 33, 16, 1, 0) if IS_SHORT else range(600):
             worst = max(worst, relative(engine.step(tokens[pos], pos), expected[pos]))
     # An E5M2 value that rounds the other way is an eighth off, and the fewer channels, the more that is.
     assert worst < TOLERANCE * ((16 if head_dim == 8 else 8) if kv_dtype == "fp8" else 1)

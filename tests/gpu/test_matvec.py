@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.gpu.short import fewer
+
 pytestmark = pytest.mark.gpu
 
 # Half activations and half2 sums of 16 bytes: a few roundings of 2^-11 in quadrature. gf4 sums codes 0..7 and takes 4
@@ -131,5 +133,5 @@ def test_stamps_enclose_the_kernel(gpu: Any) -> None:
     case = MatvecCase(gpu, "gateup", "fp8", 2 * 8192, 2048, stamps=True)
     case.run()
     start, end = (int(v) for v in gpu.cupy.asnumpy(case.stamp))
-    assert 500 < end - start < 1e9, f"{end - start} ns"
+    assert 500 < end - start < fewer(10**9, 60 * 10**9), f"{end - start} ns"
     assert np.isfinite(case.run()["y32"]).all()

@@ -9,6 +9,7 @@ import pytest
 
 from calmnb import one_kernel
 from calmnb.one_kernel import VERSIONS, Layer, Version
+from tests.gpu.short import fewer
 
 pytestmark = pytest.mark.gpu
 
@@ -21,7 +22,7 @@ def gpu() -> Iterator[Any]:
 
 
 def run(gpu: Any, versions: Any, rows: int, cols: int, **options: Any) -> Any:
-    settings = {"cached": None, "repeats": 3, "arena_bytes": 1 << 20, "peak_gb_per_s": 1000.0, **options}
+    settings = {"cached": None, "repeats": fewer(3, 1), "arena_bytes": fewer(1 << 20, 1), "peak_gb_per_s": 1000.0, **options}
     return one_kernel.measure(gpu, layers=[Layer(f"{rows} x {cols}", rows, cols)], versions=versions, **settings)
 
 
