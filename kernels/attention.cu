@@ -87,6 +87,10 @@ struct AttentionArgs {
   int hold_ns;         // how long an idle block stays once the kernel before is done
 };
 
+// One ldmatrix of E5M2 takes two fragments. Where a row has but one left, the other half of the lanes take it too: behind
+// the row may lie a tile that is still being copied.
+DEVICE constexpr bool is_last_of_odd(int d) { return KV_FP8 && d + 1 == kSteps; }
+
 // Two channels of q as half, and what half leaves out.
 DEVICE void split_pair(float x, float y, u32& high, u32& low) {
   const __half2 h = __floats2half2_rn(x, y);
@@ -248,7 +252,7 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
 #pragma unroll
     for (int d = 0; d < kSteps; d += KV_FP8 ? 2 : 1) {
       u32 b[4];
-      ldmatrix4(b, key + d * 16 * kItem);
+      ldmatrix4(b, key + d * 16 * kItem - (is_last_of_odd(d) ? lane / 8 % 2 * 16 : 0));
 #if KV_FP8
       mma(s[0], q[d], __byte_perm(b[0], 0, 0x1404), __byte_perm(b[0], 0, 0x3424));
       mma(s[1], q[d], __byte_perm(b[2], 0, 0x1404), __byte_perm(b[2], 0, 0x3424));
@@ -287,7 +291,7 @@ extern "C" __global__ void ATTENTION_BOUNDS attention(const __grid_constant__ At
 #pragma unroll
     for (int d = 0; d < kSteps; d += KV_FP8 ? 2 : 1) {
       u32 b[4];
-      ldmatrix4_trans(b, value + d * 16 * kItem);
+      ldmatrix4_trans(b, value + d * 16 * kItem - (is_last_of_odd(d) ? lane / 16 * 16 : 0));
 #if KV_FP8
       // A 16-bit column is two channels: the even ones make one fragment, the odd ones another.
       mma(acc[2 * d], w, __byte_perm(b[0], 0, 0x2404), __byte_perm(b[1], 0, 0x2404));

@@ -11,9 +11,10 @@ template <class Use> void together(const std::array<uint32_t, 6>& words, Use use
   wait(block->warp_barriers[warp()], 32);
 }
 inline uint32_t element(const u32 address) {
+  require(!is_in_flight(address), "a fragment of what is still on its way");
   uint16_t v;
   memcpy(&v, shared_at(address, 2), 2);
-  return is_in_flight(address) ? 0xFFFF : v;
+  return v;
 }
 }  // namespace emulator
 

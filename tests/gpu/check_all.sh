@@ -4,8 +4,9 @@
 # python tests/notebook_tools.py --run; $OUT/verify-*.md are the tables of docs/measured/fidelity.md.
 export OUT=${OUT:-$PWD/gpu-results}
 mkdir -p "$OUT/sessions"
-python3 -m pytest -q -n 8 tests/gpu 2>&1 | tail -12
-python3 -m pytest -q tests/gpu -k "memory_comes_back or ncu" 2>&1 | tail -3
+pytest="python3 -m pytest -q -o filterwarnings=default" # plugins of the machine warn
+$pytest -n 8 tests/gpu 2>&1 | tail -12
+$pytest tests/gpu -k "memory_comes_back or ncu" 2>&1 | tail -3
 python3 -m tests.gpu.bench_all --runs 5 --tokens 96 --out "$OUT/bench.jsonl"
 python3 -m tests.gpu.bench_all --kv fp8 --contexts 0 16000 --runs 5 --tokens 48 --out "$OUT/bench.jsonl"
 python3 -m tests.gpu.time_sampling

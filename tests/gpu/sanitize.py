@@ -105,7 +105,7 @@ def check(chunk: Chunk, end: float, out: Path) -> Outcome:
         failed=counted.get("failed", 0) + counted.get("error", 0),
         skipped=counted.get("skipped", 0),
         summary=summary[-1] if summary else "",
-        died="didn't terminate successfully" in text,
+        died="didn't terminate successfully" in text or not (summary or time.monotonic() > end),
         seconds=time.monotonic() - began,
     )
 
