@@ -19,7 +19,7 @@ from calmnb.errors import CalmnbError
 
 __all__ = ["kernel_entry", "kernel_folder"]
 
-_SOURCES = ("cpu_simd.py", "cpu_ops.py", "cpu_attention.py", "cpu_kernels.py")
+_SOURCES = ("cpu_simd.py", "cpu_ops.py", "cpu_products.py", "cpu_attention.py", "cpu_kernels.py")
 _lock = threading.Lock()
 _entry: Callable[[int, int], None] | None = None
 

@@ -22,17 +22,14 @@ from calmnb.engine.cpu_ops import (
     FP16,
     add_scaled,
     choose_experts,
-    decode_row,
     gate,
-    matvec,
     normalise,
     pad16,
-    prepare,
     rotate_pair,
-    row_bytes,
     store_rounded,
     stored_value,
 )
+from calmnb.engine.cpu_products import decode_row, matvec, prepare, row_bytes
 from calmnb.engine.cpu_simd import (
     atomic_add,
     atomic_get,

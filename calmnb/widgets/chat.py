@@ -81,7 +81,7 @@ class ChatWidget(ChatPublisher):
     >>> chat.ask("Why is the sky blue?")  # doctest: +SKIP
     """
 
-    _esm = bundle("format.js", "charts.js", "theme.js", "panels.js", "chat.js")
+    _esm = bundle("format.js", "charts.js", "theme.js", "panels.js", "chat_store.js", "chat.js")
     _css = static_text("base.css") + static_text("chat.css")
 
     def __init__(
