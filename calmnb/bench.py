@@ -54,7 +54,7 @@ class BenchRow:
     graph_ms : float or None
         A step's graph replayed without the loop, ms.
     versions : dict
-        Library versions, driver, clocks.
+        Versions of calmnb (and its git revision) and of the libraries, driver, clocks.
     date : str
         UTC.
     read_gb_per_s : float or None
@@ -423,15 +423,11 @@ def append_results(path: str | Path, rows: Sequence[BenchRow]) -> None:
 
 
 def _versions(engine: str) -> dict[str, str]:
-    import importlib.metadata
-    import platform
+    from calmnb.profile.describe import git_revision, versions
 
-    found = {"python": platform.python_version()}
-    for package in ("calmnb", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    wanted = ("python", "calmnb", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings")
+    installed = versions() | {"revision": git_revision()}
+    found = {name: installed[name] for name in (*wanted, "revision") if installed.get(name)}
     if engine == "cuda":
         found |= gpu_clocks()
     return found

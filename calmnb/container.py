@@ -100,6 +100,11 @@ def read_header(
         )
     if head.startswith(b"GGUF"):
         raise FormatError(f"{path} is a GGUF file; convert it first: calmnb convert {path.name} model.calm")
+    if head.startswith(b"PK\x03\x04"):
+        raise FormatError(
+            f"{path} is a zip archive, not a model; if it is a saved session, `calmnb profile {path.name}` or "
+            "calmnb.Session.load shows it"
+        )
     if len(head) < 8:
         raise FormatError(f"{path} is {size} bytes long and cannot hold a model; download or convert it again")
     length = int.from_bytes(head, "little")

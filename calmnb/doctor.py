@@ -99,9 +99,14 @@ def _gpu() -> Finding:
         return Finding("GPU", "missing", f"CuPy {cupy.__version__} sees no GPU ({error}); the CPU engine is used", "")
     if count == 0:
         return Finding("GPU", "missing", f"CuPy {cupy.__version__} sees no GPU; the CPU engine is used", "")
+    from calmnb.engine import MIN_CAPABILITY
+
     properties = cupy.cuda.runtime.getDeviceProperties(0)
-    name = properties["name"].decode()
-    return Finding("GPU", "ok", f"{name}, CuPy {cupy.__version__}, {properties['totalGlobalMem'] / 1e9:.0f} GB", "")
+    name, capability = properties["name"].decode(), (properties["major"], properties["minor"])
+    found = f"{name}, compute capability {capability[0]}.{capability[1]}, CuPy {cupy.__version__}"
+    if capability < MIN_CAPABILITY:
+        return Finding("GPU", "missing", f"{found}; the CPU engine is used", "the kernels need compute capability 8.0 or newer")
+    return Finding("GPU", "ok", f"{found}, {properties['totalGlobalMem'] / 1e9:.0f} GB", "")
 
 
 def _tools() -> list[Finding]:

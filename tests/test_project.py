@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -86,3 +87,10 @@ def test_wheel_carries_kernels_notebooks_and_widget_assets(tmp_path: Path) -> No
     for path in (ROOT / "calmnb" / "widgets" / "static").iterdir():
         assert f"calmnb/widgets/static/{path.name}" in names
     assert not [name for name in names if name.endswith((".calm", ".gguf"))]
+    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(tmp_path / "site")
+    code = "from calmnb.profile.shape import saved_path; print(saved_path('mistral-7b', 'fp8'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site" / "calmnb")

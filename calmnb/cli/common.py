@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from calmnb.model import Model
 
-__all__ = ["app", "console", "error_console", "load_model", "one_of", "print_json", "resolve_model", "table"]
+__all__ = ["app", "console", "error_console", "load_model", "one_of", "print_json", "refuse", "resolve_model", "table"]
 
 #: Commands in the order that ``calmnb --help`` lists them: the order in which people meet them.
 COMMANDS = (
@@ -162,6 +162,21 @@ def load_model(
         on_full=one_of("--on-full", on_full, ("stop", "roll")),
         progress=_note,
     )
+
+
+def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse parameters that were given although what is asked for does not heed them.
+
+    Raises
+    ------
+    ConfigError
+        That names them, and says `why`.
+    """
+    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        parameters = {parameter.name: parameter for parameter in context.command.params}
+        said = [parameters[name].opts[-1] if parameters[name].opts[-1].startswith("-") else name.upper() for name in given]
+        raise ConfigError(f"{' and '.join(said)}: {why}")
 
 
 def one_of(option: str, value: str, accepted: Sequence[str]) -> Any:

@@ -13,7 +13,6 @@ from calmnb.cli.common import (
     Device,
     Json,
     KvDtype,
-    ModelArgument,
     Threads,
     app,
     console,
@@ -21,15 +20,18 @@ from calmnb.cli.common import (
     load_model,
     one_of,
     print_json,
+    refuse,
     resolve_model,
 )
 from calmnb.errors import ConfigError, DeviceError
+from calmnb.shapes import SHAPES
 
 if TYPE_CHECKING:
     from calmnb.profile import Session
 
 __all__ = ["bandwidth", "bench", "profile"]
 
+SHAPE_NAMES = ", ".join(SHAPES)
 DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
 
 
@@ -52,7 +54,11 @@ def bandwidth(threads: Threads = None, as_json: Json = False) -> None:
 
 @app.command()
 def profile(
-    model: ModelArgument = "demo",
+    call: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A .calm file, `demo`, `demo:DTYPE`, or a saved session (.calmprof) to show."),
+    ] = "demo",
     prompt: Annotated[
         str, typer.Option("-i", "--prompt", help="What to ask; wrapped in the model's chat template.")
     ] = DEFAULT_PROMPT,
@@ -63,7 +69,7 @@ def profile(
     plots: Annotated[Path | None, typer.Option("--plots", help="Write every figure as PNG into this folder.")] = None,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", help="In place of a model: random weights of this shape on a GPU."),
+        typer.Option("--shape", help=f"In place of a model: random weights of this shape on a GPU: {SHAPE_NAMES}."),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="Weights of the shape: fp16, fp8 or gf4.")] = "fp16",
     contexts: Annotated[
@@ -81,18 +87,29 @@ def profile(
     """Decode with every kernel timed, and print where the time and the bytes went.
 
     With a shape (`--shape mistral-7b --dtype fp8 --at 0 --at 4000 -n 6`), a 512-token prompt and some tokens at each context
-    are recorded, ten times in turns.
+    are recorded, ten times in turns. Of a saved session, nothing is recorded: its tables, figures or trace are written.
 
     Example: `calmnb profile demo:gf4 -n 128 --trace trace.json --plots figures`
     """
     from calmnb.demo import print_stages, write_plots
+    from calmnb.profile import Session
     from calmnb.profile import profile as capture
     from calmnb.profile.capture import GPU_SOURCES
 
     chosen = one_of("--source", source, (*GPU_SOURCES, "cpu")) if source else None
+    recording = ("prompt", "tokens", "dtype", "contexts", "source", "context", "kv_dtype", "device", "threads")
     if shape:
+        refuse(
+            call,
+            ["model", "prompt", "context", "device", "threads"],
+            "does not go with --shape, which runs random weights on a GPU",
+        )
         session = _profile_shape(shape, dtype, kv_dtype, contexts or [0], tokens, chosen)
+    elif Path(model).suffix == ".calmprof":
+        refuse(call, recording, f"{model} is a saved session, which is shown as it was recorded")
+        session = Session.load(Path(model).expanduser())
     else:
+        refuse(call, ["dtype", "contexts"], "goes with --shape; a model has its own storage, as in demo:gf4")
         with load_model(model, device=device, threads=threads, context=context, kv_dtype=kv_dtype) as loaded:
             session = capture(loaded, [{"role": "user", "content": prompt}], tokens=tokens, source=chosen)
     if output:
@@ -117,12 +134,14 @@ def profile(
 def _profile_shape(shape: str, dtype: str, kv_dtype: str, contexts: Sequence[int], tokens: int, source: str | None) -> Session:
     """Record random weights on a GPU, telling on stderr how far it is."""
     from calmnb.config import KV_DTYPES, WEIGHT_DTYPES
-    from calmnb.profile.shape import gpu_problem, profile_shape
+    from calmnb.profile.shape import file_name, find_saved, gpu_problem, profile_shape
 
     if source not in (None, "stamps"):
         raise ConfigError(f"--source is {source!r}; a shape is timed by stamps: leave the option out")
     if problem := gpu_problem():
-        raise DeviceError(f"a shape runs with random weights made on a GPU: {problem}; profile a .calm file on the CPU instead")
+        saved = find_saved(file_name(shape, dtype, kv_dtype))
+        known = f"; the recording of an H200 comes with calmnb: `calmnb profile {saved}`" if saved else ""
+        raise DeviceError(f"a shape runs with random weights made on a GPU: {problem}; profile a .calm file on the CPU{known}")
     notes = error_console()
     return profile_shape(
         shape,
@@ -137,13 +156,14 @@ def _profile_shape(shape: str, dtype: str, kv_dtype: str, contexts: Sequence[int
 
 @app.command()
 def bench(
+    call: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(metavar="[MODEL]", help="A .calm file, `demo`, or `demo:DTYPE`; with --shape, leave it out."),
+        typer.Argument(metavar="MODEL", help="A .calm file, `demo`, or `demo:DTYPE`; with --shape, leave it out."),
     ] = "demo",
     shape: Annotated[
         str | None,
-        typer.Option("--shape", help="Random weights of this shape on a GPU: llama-3.2-1b, mistral-7b, llama-2-7b, ..."),
+        typer.Option("--shape", help=f"Random weights of this shape on a GPU: {SHAPE_NAMES}."),
     ] = None,
     dtype: Annotated[
         list[str] | None, typer.Option("--dtype", help="Weights of the shape: fp16, fp8, gf4; may be given again.")
@@ -152,7 +172,7 @@ def bench(
         list[int] | None, typer.Option("--at", min=0, help="Positions cached before timing; may be given again.")
     ] = None,
     runs: Annotated[int, typer.Option("--runs", min=1, help="Timed runs; the median is reported.")] = 5,
-    tokens: Annotated[int, typer.Option("-n", "--tokens", min=1, help="Tokens timed in each run.")] = 128,
+    tokens: Annotated[int, typer.Option("-n", "--tokens", min=2, help="Tokens timed in each run.")] = 128,
     kv_dtype: KvDtype = "fp16",
     device: Device = "auto",
     threads: Threads = None,
@@ -181,9 +201,11 @@ def bench(
         "progress": lambda line: notes.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True),
     }
     if shape:
+        refuse(call, ["model", "threads"], "does not go with --shape, which runs random weights on a GPU")
         dtypes = [one_of("--dtype", each, WEIGHT_DTYPES) for each in dtype or ["fp16"]]
         rows = [row for each in dtypes for row in run(shape, dtype=each, **options)]
     else:
+        refuse(call, ["dtype"], "goes with --shape; a model has its own storage, as in demo:gf4")
         rows = run(resolve_model(model), **options)
     if results:
         append_results(results, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -31,6 +32,10 @@ __all__ = [
 DeviceName = Literal["auto", "cpu", "cuda", "reference"]
 DEVICES: tuple[DeviceName, ...] = ("auto", "cpu", "cuda", "reference")
 
+#: Oldest GPUs that the kernels run on: they use cp.async and mma of sm_80.
+MIN_CAPABILITY = (8, 0)
+_TOO_OLD = "has compute capability"
+
 #: Called with a line of text while something slow happens (the first compilation).
 Progress = Callable[[str], None]
 
@@ -52,8 +57,8 @@ def open_engine(
     weights
         The model, as stored; the engine reads it in place.
     device
-        "cuda", "cpu", "reference" (NumPy, slow, the oracle), or "auto": CUDA where CuPy sees a device, else the CPU.
-        Asking for "cuda" never falls back.
+        "cuda", "cpu", "reference" (NumPy, slow, the oracle), or "auto": CUDA where CuPy sees a device of compute capability
+        8.0 or newer, else the CPU (with a warning about an older one). Asking for "cuda" never falls back.
     seq_len
         Context in tokens; default ``min(config.max_seq_len, 4096)``.
     kv_dtype
@@ -75,7 +80,10 @@ def open_engine(
     if device not in DEVICES:
         raise ConfigError(f"device is {device!r}; accepted are {', '.join(DEVICES)}")
     if device == "auto":
-        device = "cpu" if _cuda_problem() else "cuda"
+        problem = _cuda_problem()
+        device = "cpu" if problem else "cuda"
+        if _TOO_OLD in problem:
+            warnings.warn(f"the CPU is used: {problem}", stacklevel=2)
     length = min(weights.config.max_seq_len, 4096) if seq_len is None else seq_len
     if device == "cuda":
         problem = _cuda_problem()
@@ -112,8 +120,10 @@ def _cuda_problem() -> str:
         return f"CuPy sees no CUDA device ({error})"
     if count == 0:
         return "CuPy sees no CUDA device"
-    if importlib.util.find_spec("calmnb.engine.cuda") is None:
-        return "this version of calmnb has no CUDA engine"
+    found = cupy.cuda.runtime.getDeviceProperties(0)
+    if (found["major"], found["minor"]) < MIN_CAPABILITY:
+        has, needs = (".".join(map(str, pair)) for pair in ((found["major"], found["minor"]), MIN_CAPABILITY))
+        return f"the GPU ({found['name'].decode()}) {_TOO_OLD} {has}; the kernels need {needs} (Ampere) or newer"
     return ""
 
 

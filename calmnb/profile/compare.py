@@ -323,6 +323,7 @@ def _notes(
         notes.append(f"the same device read its memory at {peaks}: it was not equally free")
     if "times" in different:
         notes.append("times were taken in different ways: part of the difference may be the measurement")
+    notes += _throttling_note(a, b)
     spans = [(int(side.steps["kv_len"].min()), int(side.steps["kv_len"].max())) for side in samples]
     are_known = min(last for _, last in spans) > 0  # an outside tool may not know them
     if are_known and (spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]):
@@ -333,3 +334,16 @@ def _notes(
     if any(bool(side.steps["warmup"].all()) for side in samples):
         notes.append("a session has nothing but warm-up steps")
     return tuple(notes)
+
+
+def _throttling_note(a: Session, b: Session) -> list[str]:
+    held = [(name, session.throttling()) for name, session in (("a", a), ("b", b))]
+    said = [
+        f"{name} was held back by {', '.join(f'{reason} in {share:.0f}%' for reason, share in reasons.items())} of its samples"
+        for name, reasons in held
+        if reasons
+    ]
+    if not said:
+        return []
+    free = [name for name, reasons in held if not reasons]
+    return [", ".join([*said, *(f"{name} was not" for name in free)]) + ": part of the difference may be that"]

@@ -117,7 +117,9 @@ def _has_bias(model: Any) -> bool:
 
 @cache
 def _installed() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    from calmnb import __version__
+
+    found = {"python": platform.python_version(), "calmnb": __version__}
     for name in _PACKAGES:
         try:
             found[name] = metadata.version(name)
@@ -133,10 +135,12 @@ def versions() -> dict[str, str]:
 
 @cache
 def git_revision() -> str:
-    """Short revision of the checkout calmnb runs from, with ``+`` if it has changes; "" for an installed wheel."""
+    """Short revision of the checkout calmnb runs from, with ``+`` if it has changes, or of a `git archive`; "" for a wheel."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return ""
+        archived = root / "calmnb" / "revision.txt"  # git archive puts it there
+        found = archived.read_text(encoding="utf-8").strip() if archived.is_file() else ""
+        return "" if found.startswith("$") else found
 
     def git(*args: str) -> str:
         done = subprocess.run(("git", "-C", str(root), *args), capture_output=True, text=True, timeout=5, check=True)

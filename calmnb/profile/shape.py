@@ -20,12 +20,13 @@ from calmnb.profile.recorder import SessionRecorder, StepRecord
 from calmnb.profile.session import Session
 from calmnb.shapes import SHAPES, TIED, shape_config
 
-__all__ = ["CONTEXTS", "file_name", "gpu_problem", "profile_shape", "saved_file", "saved_path", "shape_session"]
+__all__ = ["CONTEXTS", "file_name", "find_saved", "gpu_problem", "profile_shape", "saved_file", "saved_path", "shape_session"]
 
 #: Contexts of the recordings that come with calmnb.
 CONTEXTS = (0, 500, 1000, 2000, 4000, 8000, 16000, 32000)
-#: Where saved recordings are looked for: beside the notebook, then in the checkout.
-DATA_FOLDERS = (Path("data"), Path(__file__).resolve().parents[2] / "notebooks" / "data")
+_PACKAGE = Path(__file__).resolve().parents[1]
+#: Where saved recordings are looked for: beside the notebook, in an installed wheel, in a checkout.
+DATA_FOLDERS = (Path("data"), _PACKAGE / "_notebooks" / "data", _PACKAGE.parent / "notebooks" / "data")
 
 _GRAPH_STEPS = 48  # enough that the launch of the first hardly counts
 _WATCHED = 4000  # power is watched at the longest context up to this one
@@ -220,6 +221,11 @@ def saved_path(shape: str, dtype: str = "fp16", kv_dtype: str = "fp16", *, devic
     return saved_file(file_name(shape, dtype, kv_dtype, device=device))
 
 
+def find_saved(name: str) -> Path | None:
+    """A file that comes with calmnb's notebooks, in the first of `DATA_FOLDERS` that has it; None if none has."""
+    return next((folder / name for folder in DATA_FOLDERS if (folder / name).is_file()), None)
+
+
 def saved_file(name: str) -> Path:
     """A file that comes with calmnb's notebooks.
 
@@ -228,9 +234,9 @@ def saved_file(name: str) -> Path:
     FormatError
         If it is not in `DATA_FOLDERS`; the message names them.
     """
-    for folder in DATA_FOLDERS:
-        if (folder / name).is_file():
-            return folder / name
+    found = find_saved(name)
+    if found:
+        return found
     where = " or ".join(str(folder.resolve()) for folder in DATA_FOLDERS)
     raise FormatError(
         f"the saved recording {name} is not in {where}; run the notebook in "
@@ -314,4 +320,5 @@ def gpu_problem() -> str:
     """Why there is nothing to record on, or an empty string."""
     from calmnb.engine import _cuda_problem
 
-    return "no GPU here" if _cuda_problem() else ""
+    problem = _cuda_problem()
+    return problem if "capability" in problem else "no GPU here" if problem else ""

@@ -1,4 +1,4 @@
-"""``calmnb profile --shape``: random weights on a GPU, from the command line."""
+"""``calmnb profile`` of a shape (random weights on a GPU) and of a saved session, and options that do not go together."""
 
 from __future__ import annotations
 
@@ -59,3 +59,34 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("calmnb.engine._cuda_problem", lambda: "CuPy is not installed")
     result = CliRunner().invoke(app, ["profile", "--shape", "mistral-7b"])
     assert "random weights made on a GPU: no GPU here" in str(result.exception)
+    assert "h200-mistral-7b-fp16.calmprof" in str(result.exception)  # what can be shown instead
+    result = CliRunner().invoke(app, ["profile", "--shape", "llama-2-7b"])  # has no recording
+    assert "calmprof" not in str(result.exception)
+
+
+def test_a_saved_session_is_shown(tmp_path: Path) -> None:
+    saved = noisy_recorder(SMOL.replace(n_layers=2), tokens=5, model="some").session().save(tmp_path / "s.calmprof")
+    result = CliRunner().invoke(app, ["profile", str(saved), "--csv", str(tmp_path / "s.csv")])
+    assert result.exit_code == 0, result.output
+    assert "matmul_qkv" in result.stdout
+    assert (tmp_path / "s.csv").is_file()
+    for command in ("info", "bench", "generate"):
+        result = CliRunner().invoke(app, [command, str(saved)])
+        assert "calmnb profile s.calmprof" in str(result.exception), command
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("profile demo --dtype gf4", "--dtype: goes with --shape; a model has its own storage, as in demo:gf4"),
+        ("profile demo --at 5 --dtype fp8", "--dtype and --at: goes with --shape"),
+        ("profile demo --shape mistral-7b", "MODEL: does not go with --shape"),
+        ("profile s.calmprof -n 9", "--max-tokens: s.calmprof is a saved session"),
+        ("bench demo --dtype gf4", "--dtype: goes with --shape"),
+        ("bench demo --shape mistral-7b", "MODEL: does not go with --shape"),
+    ],
+)
+def test_options_that_would_not_be_heeded_are_refused(asked: dict[str, Any], command: str, words: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert words in str(result.exception)
+    assert not asked

@@ -47,6 +47,30 @@ def test_a_driver_that_fails_is_reported_not_raised(monkeypatch: pytest.MonkeyPa
         open_engine(spec_weights("A"), device="cuda")
 
 
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda _: {"name": b"Tesla T4", "major": 7, "minor": 5, "totalGlobalMem": 16 << 30},
+        CUDARuntimeError=RuntimeError,
+    )
+    module = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime), __spec__=object(), __version__="14.2.0")
+    monkeypatch.setitem(sys.modules, "cupy", module)
+
+
+def test_a_gpu_that_is_too_old_is_told_and_the_cpu_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    from calmnb.doctor import examine
+
+    old_gpu(monkeypatch)
+    with pytest.warns(UserWarning, match=r"the CPU is used: the GPU \(Tesla T4\) has compute capability 7.5; .* 8.0"):
+        engine = open_engine(spec_weights("A"), threads=1)
+    engine.close()
+    assert engine.info.engine == "cpu"
+    with pytest.raises(DeviceError, match=r"compute capability 7\.5"):
+        open_engine(spec_weights("A"), device="cuda")
+    gpu = next(finding for finding in examine() if finding.name == "GPU")
+    assert (gpu.state, "7.5" in gpu.found, "8.0" in gpu.remedy) == ("missing", True, True)
+
+
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'tpu'; accepted are auto, cpu, cuda, reference"):
         open_engine(spec_weights("A"), device="tpu")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from importlib import import_module
@@ -500,3 +501,19 @@ def test_the_command_prints_settings_table_and_summary(fp16: Session, fp8: Sessi
     assert done.exit_code == 0, done.output
     for text in ("settings that differ", "matmul_ffn_up", "whole step", "faster", compare(fp16, fp8).summary()):
         assert text in done.stdout
+
+
+def test_a_session_that_was_held_back_is_told(fp16: Session, fp8: Session) -> None:
+    def held(session: Session, *reasons: str) -> Session:
+        held_back = copy.copy(session)
+        held_back.meta = {**session.meta, "telemetry": {"columns": {"throttled": list(reasons)}}}
+        return held_back
+
+    slow = held(fp16, "power cap", "", "", "")
+    note = "a was held back by power cap in 25% of its samples, b was not: part of the difference may be that"
+    assert note in compare(slow, fp8).notes
+    assert note in repr(compare(slow, fp8))
+    both = compare(slow, held(fp8, "thermal slowdown, power cap")).notes
+    assert any("a was held back" in note and "b was held back" in note for note in both)
+    assert not any("held back" in n for n in compare(fp16, held(fp8, "", "")).notes)
+    assert "THROTTLED: power cap" in slow.summary()
