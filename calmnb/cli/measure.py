@@ -37,7 +37,9 @@ DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
 
 @app.command()
 def bandwidth(threads: Threads = None, as_json: Json = False) -> None:
-    """Measure how fast this machine reads memory: the peak that every percentage refers to.
+    """Measure how fast the CPU reads this machine's memory: the peak that percentages refer to, except on a GPU.
+
+    A GPU's own is measured and printed by `calmnb bench` (`read GB/s`).
 
     Example: `calmnb bandwidth --threads 2`
     """

@@ -26,23 +26,28 @@ ROW = BenchRow(
 
 
 def test_table_has_a_line_a_row_and_a_dash_for_what_is_unknown() -> None:
-    head, line = format_rows([ROW]).splitlines()
-    assert head.split()[:4] == ["model", "dtype", "kv", "context"]
-    assert line.split() == [
-        "mistral-7b",
-        "fp8",
-        "fp16",
-        "0",
-        "500.0",
-        "2.0000",
-        "1.9000..2.1000",
-        "3500",
-        "72.9",
-        "-",
-        "1.9900",
-        "-",
-        "-",
+    known = dataclasses.replace(ROW, model="mine.calm", percent_measured=88.8, read_gb_per_s=4500.0)
+    head, first, second = format_rows([ROW, known]).splitlines()
+    columns = [
+        "model",
+        "dtype",
+        "kv",
+        "context",
+        "tok/s",
+        "ms/token",
+        "p20..p80",
+        "GB/s",
+        "%",
+        "sheet",
+        "%",
+        "read",
+        "graph",
+        "ms",
     ]
+    assert head.split() == [*columns, "read", "GB/s"]  # no prompt: nobody timed one
+    numbers = ["fp8", "fp16", "0", "500.0", "2.0000", "1.9000..2.1000", "3500", "72.9"]
+    assert first.split() == ["mistral-7b", *numbers, "-", "1.9900", "-"]
+    assert second.split() == ["mine", *numbers, "88.8", "1.9900", "4500.0"]
 
 
 def test_results_are_appended(tmp_path: Path) -> None:
