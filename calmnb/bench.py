@@ -21,7 +21,7 @@ import numpy as np
 from calmnb.config import KvDtype, ModelConfig, WeightDtype
 from calmnb.engine import DeviceName
 from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
-from calmnb.errors import ConfigError
+from calmnb.errors import CalmnbError, ConfigError
 from calmnb.shapes import SHAPES, TIED, shape_config
 
 __all__ = ["BenchRow", "append_results", "bench", "format_rows", "gpu_clocks", "measure_read"]
@@ -413,12 +413,22 @@ def append_results(path: str | Path, rows: Sequence[BenchRow]) -> None:
         The file; it and its folder are made if they are not there.
     rows
         One line each, with the fields of `BenchRow`.
+
+    Raises
+    ------
+    CalmnbError
+        If the file cannot be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(dataclasses.asdict(row)) + "\n")
+    text = "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CalmnbError(
+            f"{len(rows)} rows cannot be added to {path}: {error.strerror or error}; choose another file"
+        ) from error
 
 
 def _versions(engine: str) -> dict[str, str]:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from calmnb.errors import CalmnbError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -94,10 +96,19 @@ def print_stages(session: Session, out: Console) -> None:
 
 
 def write_plots(session: Session, folder: Path) -> list[Path]:
-    """Write every figure of `session` into `folder` as PNG and return the paths."""
+    """Write every figure of `session` into `folder` as PNG and return the paths.
+
+    Raises
+    ------
+    CalmnbError
+        If the folder cannot be made or written to.
+    """
     from calmnb import plots
 
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CalmnbError(f"the folder {folder} cannot be made: {error.strerror or error}; choose another") from error
     figures = (plots.roofline, plots.intensity_roofline, plots.layers, plots.latency, plots.kv_cost, plots.waterfall)
     return [draw(session).write_png(folder / f"{draw.__name__}.png") for draw in figures]
 

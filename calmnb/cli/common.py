@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,18 @@ if TYPE_CHECKING:
 
     from calmnb.model import Model
 
-__all__ = ["app", "console", "error_console", "load_model", "one_of", "print_json", "refuse", "resolve_model", "table"]
+__all__ = [
+    "app",
+    "check_outputs",
+    "console",
+    "error_console",
+    "load_model",
+    "one_of",
+    "print_json",
+    "refuse",
+    "resolve_model",
+    "table",
+]
 
 #: Commands in the order that ``calmnb --help`` lists them: the order in which people meet them.
 COMMANDS = (
@@ -177,6 +190,67 @@ def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
         parameters = {parameter.name: parameter for parameter in context.command.params}
         said = [parameters[name].opts[-1] if parameters[name].opts[-1].startswith("-") else name.upper() for name in given]
         raise ConfigError(f"{' and '.join(said)}: {why}")
+
+
+def check_outputs(
+    outputs: Mapping[str, Path | None], inputs: Iterable[str | Path | None] = (), *, folder: str = "", appended: str = ""
+) -> None:
+    """Refuse outputs that would take the place of an input or of each other, or cannot be written; call it before any work.
+
+    Parameters
+    ----------
+    outputs
+        Path of each option, None where it was not given.
+    inputs
+        What the command reads; what is no file does not matter.
+    folder
+        The option that names a folder, which is made.
+    appended
+        The option whose file is added to; its folder is made.
+
+    Raises
+    ------
+    ConfigError
+    """
+    given = {option: path for option, path in outputs.items() if path is not None}
+    read = [Path(path).expanduser() for path in inputs if path is not None]
+    before: dict[Path, str] = {}
+    for option, path in given.items():
+        if any(_is_same(path, other) for other in read):
+            raise ConfigError(f"{option} {path} is what the command reads, and would be lost; choose another name")
+        try:
+            other = before.setdefault(path.resolve(), option)
+            if option != folder and path.is_dir():
+                raise IsADirectoryError(0, "it is a folder")
+            _try_folder(path, is_folder=option == folder, is_appended=option == appended)
+        except (OSError, ValueError, RuntimeError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"{option} {path} cannot be written: {said}; give a {'folder' if option == folder else 'file in a folder'} "
+                "that is there and can be written to"
+            ) from error
+        if other != option:
+            raise ConfigError(f"{other} and {option} would both write {path}; choose two names")
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    try:
+        return a.samefile(b)
+    except (OSError, ValueError):  # one of them is not there
+        return False
+
+
+def _try_folder(path: Path, *, is_folder: bool, is_appended: bool) -> None:
+    """Raise the OSError that writing `path` would end in."""
+    target = path if is_folder else path.parent
+    if is_folder or is_appended:
+        target.mkdir(parents=True, exist_ok=True)
+    if is_appended and path.exists():
+        if not os.access(path, os.W_OK):
+            raise PermissionError(0, "it is read-only")
+    else:
+        with tempfile.TemporaryFile(dir=target):  # os.access does not know of /proc or of read-only disks
+            pass
 
 
 def one_of(option: str, value: str, accepted: Sequence[str]) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calmnb.cli.common import Json, app, console, error_console, one_of, print_json, table
+from calmnb.cli.common import Json, app, check_outputs, console, error_console, one_of, print_json, table
 
 if TYPE_CHECKING:
     from calmnb.profile import Comparison
@@ -33,6 +33,7 @@ def compare(
     from calmnb.profile import Session
     from calmnb.profile import compare as run
 
+    check_outputs({"--plot": plot}, [a, b])
     keys = by.split(",") if "," in by else by
     comparison = run(Session.load(a), Session.load(b), by=keys, phase=one_of("--phase", phase, ("decode", "prefill")))
     if plot:

@@ -15,6 +15,7 @@ from calmnb.cli.common import (
     KvDtype,
     Threads,
     app,
+    check_outputs,
     console,
     error_console,
     load_model,
@@ -99,6 +100,7 @@ def profile(
     from calmnb.profile.capture import GPU_SOURCES
 
     chosen = one_of("--source", source, (*GPU_SOURCES, "cpu")) if source else None
+    check_outputs({"-o": output, "--trace": trace, "--csv": csv, "--plots": plots}, [model], folder="--plots")
     recording = ("prompt", "tokens", "dtype", "contexts", "source", "context", "kv_dtype", "device", "threads")
     if shape:
         refuse(
@@ -192,6 +194,7 @@ def bench(
     from calmnb.bench import bench as run
     from calmnb.config import WEIGHT_DTYPES
 
+    check_outputs({"--append": results}, [model], appended="--append")
     notes = error_console()
     options: dict[str, Any] = {
         "contexts": tuple(contexts or (0,)),
@@ -209,9 +212,9 @@ def bench(
     else:
         refuse(call, ["dtype"], "goes with --shape; a model has its own storage, as in demo:gf4")
         rows = run(resolve_model(model), **options)
-    if results:
-        append_results(results, rows)
     if as_json:
         print_json([dataclasses.asdict(row) for row in rows])
     else:
         typer.echo(format_rows(rows))
+    if results:
+        append_results(results, rows)

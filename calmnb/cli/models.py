@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from calmnb.cli.common import Device, Json, Threads, app, console, error_console, print_json, resolve_model, table
+from calmnb.cli.common import (
+    Device,
+    Json,
+    Threads,
+    app,
+    check_outputs,
+    console,
+    error_console,
+    print_json,
+    resolve_model,
+    table,
+)
 
 __all__ = ["convert", "demo", "download", "info"]
 
@@ -29,6 +40,7 @@ def demo(
     """
     from calmnb.demo import run_demo
 
+    check_outputs({"--roofline": roofline}, [wheel])
     run_demo(dtype=dtype, device=device, threads=threads, tokens=tokens, roofline=roofline, wheel=wheel)
 
 

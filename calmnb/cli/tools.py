@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from calmnb.cli.common import Json, KvDtype, app, console, error_console, one_of, print_json, resolve_model, table
+from calmnb.cli.common import (
+    Json,
+    KvDtype,
+    app,
+    check_outputs,
+    console,
+    error_console,
+    one_of,
+    print_json,
+    resolve_model,
+    table,
+)
 from calmnb.errors import ConfigError
 from calmnb.files import write_text
 
@@ -46,6 +57,8 @@ def nsys(
     from calmnb.profile.nsight import run_nsys
     from calmnb.profile.nsys import read_nsys
 
+    kept = {} if report is None else {s: Path(str(report).removesuffix(".nsys-rep") + s) for s in (".nsys-rep", ".sqlite")}
+    check_outputs({"-o": output} | {f"--report ({suffix})": path for suffix, path in kept.items()}, command)
     if len(command) == 1 and command[0].endswith((".nsys-rep", ".qdrep", ".sqlite")):
         session = read_nsys(command[0])
     elif report is not None:
@@ -119,6 +132,8 @@ def ncu(
         raise ConfigError(
             "ncu: there is nothing to measure; give --shape, a .calm file, or a command: calmnb ncu -- calmnb bench"
         )
+    check_outputs({"-o": output, "--save": save}, words)
+    check_outputs({"-o": output}, [session])  # --save may add to the session that it was given
     declared = Session.load(session) if session else None
     model = words[0] if len(words) == 1 and (words[0].endswith(".calm") or words[0].split(":")[0] == "demo") else None
     if shape or model:

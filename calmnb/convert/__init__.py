@@ -67,15 +67,38 @@ def convert(
     """
     storage_dtype(dtype)
     source_path, target = Path(src), Path(out)
-    if target.is_dir():
-        raise ConfigError(f"the output {target} is a folder; give the name of the .calm file to write")
-    if target.exists() and source_path.exists() and target.samefile(source_path):
-        raise ConfigError(f"the output {target} is the source itself; choose another name")
-    source = _open_source(source_path)
+    _check_target(target, source_path)
+    try:
+        source = _open_source(source_path)
+    except OSError as error:
+        raise FormatError(
+            f"{source_path} cannot be read: {error.strerror or error}; give a Hugging Face folder or a GGUF file"
+        ) from error
     try:
         return _write(source, target, dtype, progress, extras)
     finally:
         source.reader.close()
+
+
+def _check_target(target: Path, source: Path) -> None:
+    """Refuse an output that cannot be a file, or whose name a file of the source has."""
+    try:
+        target.lstat()
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the output {str(target)!r} cannot be written: {said}; choose another name") from error
+    if target.is_dir():
+        raise ConfigError(f"the output {target} is a folder; give the name of the .calm file to write")
+    try:
+        read = [source, *(source.iterdir() if source.is_dir() and target.suffix != ".calm" else ())]
+        is_read = any(target.samefile(path) for path in read if path.exists())
+    except (OSError, ValueError):  # opening the source says why
+        return
+    if is_read:
+        where = "the source itself" if read[0].is_file() else f"a file of the source {source}"
+        raise ConfigError(f"the output {target} is {where}, and would be lost; choose another name, which ends in .calm")
 
 
 def _open_source(path: Path) -> Source:

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from calmnb.bench import BenchRow, append_results, bench, format_rows
+from calmnb.cli import app
 from calmnb.config import ModelConfig
 from calmnb.engine import cuda_graphs
 from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
-from calmnb.errors import ConfigError
+from calmnb.errors import CalmnbError, ConfigError
 from calmnb.kernels import CompiledKernel, KernelSpec, Resources
 from tests.fake_gpu import FakeGpu, deliver
 
@@ -57,6 +59,24 @@ def test_results_are_appended(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [r["context"] for r in rows] == [0, 4000]
     assert rows[0] == dataclasses.asdict(ROW)
+
+
+@pytest.mark.parametrize("name", ["", "file/results.jsonl"])
+def test_results_that_cannot_be_written_are_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CalmnbError, match=r"1 rows cannot be added to .*; choose another file"):
+        append_results(tmp_path / name, [ROW])
+
+
+def test_rows_are_shown_although_they_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: Any, **__: Any) -> list[BenchRow]:
+        (tmp_path / "results").mkdir()
+        return [ROW]
+
+    monkeypatch.setattr("calmnb.bench.bench", measured)
+    result = CliRunner().invoke(app, ["bench", "m.calm", "--append", str(tmp_path / "results")])
+    assert "500.0" in result.stdout
+    assert isinstance(result.exception, CalmnbError)
 
 
 def test_rows_of_a_file_say_their_bytes(spec_model: Callable[[str], Path]) -> None:

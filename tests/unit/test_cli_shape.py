@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from calmnb.cli import app
+from calmnb.errors import ConfigError
 from calmnb.profile import Session, shape
 from tests.profile_fakes import SMOL, noisy_recorder
 
@@ -73,6 +74,39 @@ def test_a_saved_session_is_shown(tmp_path: Path) -> None:
     for command in ("info", "bench", "generate"):
         result = CliRunner().invoke(app, [command, str(saved)])
         assert "calmnb profile s.calmprof" in str(result.exception), command
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("profile in.calm -o in.calm", "-o in.calm is what the command reads"),
+        ("profile in.calm --csv ./in.calm", "--csv in.calm is what the command reads"),
+        ("profile in.calm -o link", "-o link is what the command reads"),
+        ("profile --shape mistral-7b -o s --trace s", "-o and --trace would both write s"),
+        ("profile --shape mistral-7b --csv no/s.csv", "--csv no/s.csv cannot be written: No such file"),
+        ("profile --shape mistral-7b --csv folder", "--csv folder cannot be written: it is a folder"),
+        ("profile --shape mistral-7b --plots b.calmprof", "--plots b.calmprof cannot be written: File exists"),
+        ("profile --shape mistral-7b --plots /proc/x", "--plots /proc/x cannot be written"),
+        ("compare in.calm b.calmprof --plot b.calmprof", "--plot b.calmprof is what the command reads"),
+        ("bench in.calm --append in.calm", "--append in.calm is what the command reads"),
+        ("bench in.calm --append folder", "--append folder cannot be written: it is a folder"),
+        ("bench in.calm --append /proc/x/y", "--append /proc/x/y cannot be written"),
+        ("demo --wheel in.calm --roofline in.calm", "--roofline in.calm is what the command reads"),
+    ],
+)
+def test_outputs_are_checked_before_any_work(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("in.calm")
+    for name in ("in.calm", "b.calmprof"):
+        (tmp_path / name).write_text(name)
+    result = CliRunner().invoke(app, command.split())
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+    assert not asked
+    assert (tmp_path / "in.calm").read_text() == "in.calm"
 
 
 @pytest.mark.parametrize(

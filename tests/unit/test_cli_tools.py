@@ -220,6 +220,24 @@ def test_long_kernel_names_leave_room_for_the_numbers(fake: Path, tmp_path: Path
     assert "33.50" in run("nsys", "long.sqlite").stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("nsys -o rep.sqlite rep.sqlite", "-o rep.sqlite is what the command reads"),
+        ("nsys -o k.sqlite --report k -- true", "-o and --report (.sqlite) would both write k.sqlite"),
+        ("nsys -o no/s.calmprof -- true", "-o no/s.calmprof cannot be written: No such file or directory"),
+        ("ncu -o rep.csv --session rep.csv -- true", "-o rep.csv is what the command reads"),
+        ("ncu -o x --save x -- true", "-o and --save would both write x"),
+    ],
+)
+def test_outputs_are_checked_before_anything_runs(fake: Path, tmp_path: Path, words: str, said: str) -> None:
+    for name in ("rep.sqlite", "rep.csv"):
+        (tmp_path / name).write_text(name)
+    assert said in str(run(*words.split()).exception)
+    assert not (fake / "arguments").exists()
+    assert (tmp_path / "rep.sqlite").read_text() == "rep.sqlite"
+
+
 # -- ncu -------------------------------------------------------------------------------------------------------------------
 
 

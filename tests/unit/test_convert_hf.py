@@ -477,6 +477,29 @@ def test_a_folder_as_output_is_refused(checkpoint: Path, tmp_path: Path) -> None
         convert(checkpoint, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "../hf link/tokenizer.json", "notes.txt"])
+def test_a_file_of_the_source_as_output_is_refused(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "hf link").symlink_to(checkpoint)
+    (checkpoint / "notes.txt").write_text("mine")
+    before = (checkpoint / name).read_bytes()
+    with pytest.raises(ConfigError, match=r"is a file of the source .* ends in .calm"):
+        convert(checkpoint, checkpoint / name)
+    assert (checkpoint / name).read_bytes() == before
+
+
+def test_a_calm_file_beside_the_source_is_replaced(checkpoint: Path) -> None:
+    (checkpoint / "m.calm").write_text("old")
+    assert open_calm(convert(checkpoint, checkpoint / "m.calm")).config.dtype == "fp8"
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"])
+def test_names_that_no_file_can_have_are_refused(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        convert(checkpoint, tmp_path / name)
+    with pytest.raises(FormatError, match=r"cannot be read|does not exist"):
+        convert(tmp_path / name, tmp_path / "m.calm")
+
+
 def test_an_unknown_dtype_is_refused(checkpoint: Path, out: Path) -> None:
     with pytest.raises(ConfigError, match="int4"):
         convert(checkpoint, out, dtype="int4")
