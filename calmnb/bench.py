@@ -20,6 +20,7 @@ import numpy as np
 
 from calmnb.config import KvDtype, ModelConfig, WeightDtype
 from calmnb.engine import DeviceName
+from calmnb.engine.positions import check_kv_dtype
 from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
 from calmnb.errors import CalmnbError, ConfigError
 from calmnb.shapes import SHAPES, TIED, shape_config
@@ -143,6 +144,7 @@ def bench(
         raise ConfigError(
             f"bench: runs {runs}, tokens {tokens}, contexts {list(contexts)}: at least 1, 2, and one >= 0 are needed"
         )
+    check_kv_dtype(kv_dtype)
     say = progress or (lambda line: None)
     is_shape = not Path(model).exists()
     if is_shape and str(model) not in SHAPES:

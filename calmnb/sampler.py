@@ -36,6 +36,8 @@ __all__ = ["GREEDY_BELOW", "Sampler", "Sampling", "XorShift64"]
 
 #: Temperatures below this are treated as 0: ``(l - max) / T`` would leave float32 for ordinary logits.
 GREEDY_BELOW = 1e-5
+#: Temperatures and penalties go this far from 1: logits divided or multiplied by them stay within float32.
+_FAR = 1e30
 
 _MASK = (1 << 64) - 1
 _SEED_FOR_ZERO = 0x9E3779B97F4A7C15  # xorshift never leaves state 0
@@ -48,7 +50,7 @@ class Sampling:
     Attributes
     ----------
     temperature : float
-        0 (or below 1e-5) always takes the most likely token. Finite, >= 0.
+        0 (or below 1e-5) always takes the most likely token. In [0, 1e30].
     top_k : int
         Keep only the `top_k` most likely tokens; 0 keeps all.
     top_p : float
@@ -56,7 +58,7 @@ class Sampling:
     min_p : float
         Drop tokens less likely than `min_p` times the most likely one, in [0, 1]; 0 keeps all.
     repetition_penalty : float
-        > 0; above 1 makes recent tokens less likely, 1 does nothing.
+        Above 1 makes recent tokens less likely, 1 does nothing. In [1e-30, 1e30].
     repetition_range : int
         How many of the last tokens, prompt included, the penalty looks at; -1 means all, 0 none.
     seed : int or None
@@ -78,12 +80,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         t, p, m, r = (_number(self, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty"))
-        _check(
-            math.isfinite(t) and t >= 0, f"temperature is {t}", "a finite number >= 0 (0 always takes the most likely token)"
-        )
+        _check(0 <= t <= _FAR, f"temperature is {t}", f"a number in [0, {_FAR:g}] (0 always takes the most likely token)")
         _check(0 < p <= 1, f"top_p is {p}", "a number in (0, 1] (1 keeps all)")
         _check(0 <= m <= 1, f"min_p is {m}", "a number in [0, 1] (0 keeps all)")
-        _check(math.isfinite(r) and r > 0, f"repetition_penalty is {r}", "a positive number (1 does nothing)")
+        _check(1 / _FAR <= r <= _FAR, f"repetition_penalty is {r}", f"a number in [{1 / _FAR:g}, {_FAR:g}] (1 does nothing)")
         _check(_is_int(self.top_k) and self.top_k >= 0, f"top_k is {self.top_k!r}", "an integer >= 0 (0 keeps all)")
         _check(
             _is_int(self.repetition_range) and self.repetition_range >= -1,
@@ -241,9 +241,12 @@ def _is_int(value: object) -> bool:
 
 def _number(sampling: Sampling, name: str) -> float:
     value = getattr(sampling, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ConfigError(f"sampling: {name} is {value!r}; accepted is a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an int, beyond what is accepted anywhere
+        return math.inf if value > 0 else -math.inf
 
 
 def _check(condition: bool, found: str, accepted: str) -> None:

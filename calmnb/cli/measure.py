@@ -192,14 +192,15 @@ def bench(
 
     from calmnb.bench import append_results, format_rows
     from calmnb.bench import bench as run
-    from calmnb.config import WEIGHT_DTYPES
+    from calmnb.config import KV_DTYPES, WEIGHT_DTYPES
+    from calmnb.engine import DEVICES
 
     check_outputs({"--append": results}, [model], appended="--append")
     notes = error_console()
     options: dict[str, Any] = {
         "contexts": tuple(contexts or (0,)),
-        "kv_dtype": kv_dtype,
-        "device": device,
+        "kv_dtype": one_of("--kv-dtype", kv_dtype, KV_DTYPES),
+        "device": one_of("--device", device, DEVICES),
         "runs": runs,
         "tokens": tokens,
         "threads": threads,

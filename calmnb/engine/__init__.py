@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Literal
@@ -11,6 +12,7 @@ import numpy as np
 
 from calmnb.config import KvDtype
 from calmnb.engine.base import STAGES, Engine, EngineInfo, FullPolicy, Kernel, LayerWeights, Phase, Recorder, Stage, Weights
+from calmnb.engine.positions import check_kv_dtype
 from calmnb.errors import ConfigError, DeviceError
 
 __all__ = [
@@ -79,6 +81,9 @@ def open_engine(
     """
     if device not in DEVICES:
         raise ConfigError(f"device is {device!r}; accepted are {', '.join(DEVICES)}")
+    check_kv_dtype(kv_dtype)
+    seq_len = _whole("seq_len", seq_len, 2**31 - 1)
+    threads = _whole("threads", threads, 1024)
     if device == "auto":
         problem = _cuda_problem()
         device = "cpu" if problem else "cuda"
@@ -104,6 +109,17 @@ def open_engine(
     from calmnb.engine.cpu import CpuEngine
 
     return CpuEngine(weights, seq_len=length, kv_dtype=kv_dtype, on_full=on_full, threads=threads, progress=progress)
+
+
+def _whole(name: str, value: int | None, most: int) -> int | None:
+    """`value` as an int, if it is None or a whole number from 1 to `most`."""
+    try:
+        found = None if value is None else operator.index(value)
+    except TypeError:
+        found = 0
+    if isinstance(value, bool) or (found is not None and not 1 <= found <= most):
+        raise ConfigError(f"{name} is {value!r}; accepted are whole numbers from 1 to {most}, and None for the default")
+    return found
 
 
 def _cuda_problem() -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 from calmnb.engine.base import TimeSource
 from calmnb.errors import ConfigError
@@ -92,12 +95,17 @@ def profile(
     DeviceError
         If CUPTI was asked for and cannot be used.
     """
-    if tokens < 2:
-        raise ConfigError(f"profile: tokens is {tokens}; it must be at least 2, since the first comes from the prompt")
-    if warmup < 0:
-        raise ConfigError(f"profile: warmup is {warmup}; it must be 0 or more")
-    if peak is not None and not peak > 0:
-        raise ConfigError(f"profile: peak is {peak} GB/s; it must be positive")
+    if not hasattr(model, "engine") or not hasattr(model, "generate"):
+        raise ConfigError(f"profile: model is {model!r}; give a loaded model: calmnb.load('model.calm')")
+    if not _is_whole(tokens, 2):
+        raise ConfigError(
+            f"profile: tokens is {tokens!r}; it must be a whole number, at least 2, since the first comes from the prompt"
+        )
+    if not _is_whole(warmup, 0):
+        raise ConfigError(f"profile: warmup is {warmup!r}; it must be a whole number, 0 or more")
+    is_rate = isinstance(peak, int | float | np.integer | np.floating) and not isinstance(peak, bool)
+    if peak is not None and not (is_rate and 0 < peak <= sys.float_info.max):
+        raise ConfigError(f"profile: peak is {peak!r}; it must be a positive number, in GB/s")
     measures = measure_peak and peak is None
     options: dict[str, Any] = {"stop_ids": (), **sampling}
     if "sampling" not in options:
@@ -123,6 +131,10 @@ def profile(
         rates = [round(float(reading["gb_per_s"]), 3) for reading in known]
         recorder.meta["peaks"]["measured"] = {**best, "readings_gb_per_s": rates}
     return recorder.session()
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
 def _run(model: _Generates, prompt: Any, recorder: SessionRecorder, options: dict[str, Any]) -> None:
@@ -280,8 +292,10 @@ def measure_recording_overhead(
     ConfigError
         If an argument is out of range, or too few tokens fit in the context.
     """
-    if tokens < 8 or rounds < 1:
-        raise ConfigError(f"measure_recording_overhead: tokens {tokens} must be at least 8 and rounds {rounds} at least 1")
+    if not _is_whole(tokens, 8) or not _is_whole(rounds, 1):
+        raise ConfigError(
+            f"measure_recording_overhead: tokens {tokens!r} must be at least 8 and rounds {rounds!r} at least 1, whole numbers"
+        )
     whole_answers = model.engine.info.engine == "cuda"
     pairs: list[tuple[float, float]] = []
     for turn in range(rounds):

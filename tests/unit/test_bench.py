@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from calmnb.engine import cuda_graphs
 from calmnb.engine.stages import kv_bytes, weight_bytes_per_token
 from calmnb.errors import CalmnbError, ConfigError
 from calmnb.kernels import CompiledKernel, KernelSpec, Resources
+from calmnb.profile import profile
 from tests.fake_gpu import FakeGpu, deliver
 
 ROW = BenchRow(
@@ -101,12 +104,30 @@ def test_rows_of_a_file_say_their_bytes(spec_model: Callable[[str], Path]) -> No
         ("no-such-shape", {}, "neither a file nor one of the shapes"),
         ("mistral-7b", {"runs": 0}, "runs 0"),
         ("mistral-7b", {"contexts": (-1,)}, "contexts"),
+        ("mistral-7b", {"kv_dtype": "foo"}, "kv_dtype is 'foo'; accepted are fp16, fp8"),
         ("mistral-7b", {"device": "cpu"}, "for the CPU give a .calm file"),
     ],
 )
 def test_bad_requests_are_refused(model: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bench(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tokens", "x"), ("tokens", 1), ("tokens", True), ("warmup", 0.5), ("warmup", -1), ("peak", "x"), ("peak", math.nan),
+     ("peak", math.inf), ("peak", 10**400), ("peak", 0)],
+)  # fmt: skip
+def test_profile_refuses_a_wrong_argument(name: str, value: Any) -> None:
+    model: Any = SimpleNamespace(engine=None, generate=None)
+    with pytest.raises(ConfigError, match=f"profile: {name} is {value!r}"):
+        profile(model, "ab", **{name: value})
+
+
+@pytest.mark.parametrize("model", ["demo", None, Path("m.calm")])
+def test_profile_asks_for_a_loaded_model(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"give a loaded model: calmnb\.load"):
+        profile(model, "hello")
 
 
 def test_a_shape_runs_on_the_gpu_at_each_context(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,8 @@ def test_outputs_are_checked_before_any_work(
         ("profile demo --at 5 --dtype fp8", "--dtype and --at: goes with --shape"),
         ("profile demo --shape mistral-7b", "MODEL: does not go with --shape"),
         ("profile s.calmprof -n 9", "--max-tokens: s.calmprof is a saved session"),
+        ("bench demo --kv-dtype foo", "--kv-dtype is 'foo'; accepted are fp16, fp8"),
+        ("bench demo --device tpu", "--device is 'tpu'; accepted are auto, cpu, cuda, reference"),
         ("bench demo --dtype gf4", "--dtype: goes with --shape"),
         ("bench demo --shape mistral-7b", "MODEL: does not go with --shape"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_a_gpu_that_is_too_old_is_told_and_the_cpu_taken(monkeypatch: pytest.Mon
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="'tpu'; accepted are auto, cpu, cuda, reference"):
         open_engine(spec_weights("A"), device="tpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_dtype", "int4"),
+        ("kv_dtype", None),
+        *(("seq_len", value) for value in (64.0, float("nan"), "x", 0, True, 10**400)),
+        *(("threads", value) for value in ("2", 1.5, 0, False)),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_is_accepted(device: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; accepted are"):
+        open_engine(spec_weights("A"), device=device, **{name: value})
+
+
+def test_whole_numbers_of_numpy_are_accepted() -> None:
+    with closing(open_engine(spec_weights("A"), device="cpu", seq_len=np.int64(9), threads=np.int32(1))) as engine:  # type: ignore[arg-type]
+        assert (engine.seq_len, type(engine.seq_len)) == (9, int)
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

@@ -159,6 +159,9 @@ def test_a_banned_token_is_never_drawn() -> None:
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"temperature": "hot"},
+        {"temperature": 10**400},
+        {"temperature": 1e39},
+        {"temperature": np.complex64(1)},
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": math.nan},
@@ -168,6 +171,8 @@ def test_a_banned_token_is_never_drawn() -> None:
         {"top_k": 1.5},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": math.inf},
+        {"repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e39},
         {"repetition_range": -2},
         {"seed": 1.5},
     ],
@@ -175,6 +180,13 @@ def test_a_banned_token_is_never_drawn() -> None:
 def test_values_out_of_range_are_refused_by_name(kw: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(kw))):
         Sampling(**kw)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kw", [{"temperature": 1e30}, {"repetition_penalty": 1e-30}, {"repetition_penalty": 1e30}])
+@pytest.mark.filterwarnings("error")
+def test_values_at_the_ends_of_their_range_are_drawn_with(kw: dict[str, float]) -> None:
+    sampler = Sampler(Sampling(**{"temperature": 1.0, "seed": 1} | kw))  # type: ignore[arg-type]
+    assert sampler.sample(np.array([-3.0, 2.0, 50.0], np.float32), [0, 1, 2]) in range(3)
 
 
 def test_an_open_seed_is_drawn_and_can_be_read_back() -> None:
