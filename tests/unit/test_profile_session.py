@@ -33,12 +33,13 @@ def session() -> Session:
 
 seconds = st.floats(0, 1e6, allow_nan=False)
 json_text = st.text(st.characters(codec="utf-8"), max_size=8)
+free_keys = json_text.map(lambda key: "my " + key)  # keys that calmnb knows hold values of their kind
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     times=st.lists(st.tuples(seconds, seconds, st.integers(0, 2**31), st.booleans()), max_size=4),
-    meta=st.dictionaries(json_text, st.none() | st.integers(-(2**60), 2**60) | json_text | st.lists(st.floats(0, 1))),
+    meta=st.dictionaries(free_keys, st.none() | st.integers(-(2**60), 2**60) | json_text | st.lists(st.floats(0, 1))),
     text=json_text,
 )
 def test_saving_and_loading_is_identity(tmp_path: Path, times: list[Any], meta: dict[str, Any], text: str) -> None:
@@ -114,6 +115,55 @@ def test_a_foreign_or_damaged_file_is_a_format_error(tmp_path: Path, data: bytes
     path = tmp_path / "bad.npz"
     path.write_bytes(data)
     with pytest.raises(FormatError, match=r"bad\.npz"):
+        Session.load(path)
+
+
+_WRONG_META: list[dict[str, Any]] = [
+    {"peaks": None}, {"peaks": {"measured": {"gb_per_s": "fast"}}}, {"peaks": {"user": {"gb_per_s": -1}}},
+    {"peaks": {"user": 3}},
+    {"kv_dtype": "x"}, {"kv_dtype": None}, {"versions": []}, {"versions": {"calmnb": 1}}, {"settings": "x"}, {"engine": {}},
+    {"dtype": 3}, {"seq_len": "x"}, {"seq_len": 1.5}, {"threads": "two"}, {"config": "x"}, {"config": {"dim": 3}},
+    {"config": {**meta_of(SMALL)["config"], "dim": 2.5}}, {"config": {**meta_of(SMALL)["config"], "n_layers": 10**30}},
+    {"telemetry": {"columns": 3}}, {"gpu": 7, "launches": [{}]}, {"launches": [3]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", _WRONG_META, ids=str)
+def test_metadata_of_another_kind_is_a_format_error(session: Session, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = Session(session.events, session.steps, {**session.meta, **wrong}).save(tmp_path / "bad.npz")
+    with pytest.raises(FormatError, match=r"bad\.npz"):
+        Session.load(path)
+
+
+@pytest.mark.parametrize("nan", [np.nan, np.inf, "x", 1j, np.datetime64(5, "s")], ids=str)
+@pytest.mark.parametrize("column", ["steps.kv_len", "steps.start_s", "steps.warmup", "events.bytes_min", "events.step"])
+def test_columns_of_another_kind_are_named(session: Session, tmp_path: Path, column: str, nan: Any) -> None:
+    with np.load(session.save(tmp_path / "s.npz")) as good:
+        arrays = dict(good)
+    path = tmp_path / "bad.npz"
+    path.write_bytes(_npz(**{**arrays, column: np.full(len(arrays[column]), nan)}))
+    with pytest.raises(FormatError, match=rf"bad\.npz.*{column}"):
+        Session.load(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "changes", "message"),
+    [
+        ("events", {"stage": "softmax"}, r"events\.stage holds softmax; accepted are embed"),
+        ("steps", {"phase": "both"}, r"steps\.phase"),
+        ("steps", {"text": 5}, r"steps\.text"),
+        ("steps", {"step": 0}, "twice"),
+        ("steps", {"interval_s": np.inf}, "infinity"),
+        ("events", {"start_s": 1e308}, "beyond"),
+    ],
+)
+def test_values_no_recorder_writes_are_refused(
+    session: Session, tmp_path: Path, table: str, changes: dict[str, Any], message: str
+) -> None:
+    frames = {"events": session.events, "steps": session.steps}
+    frames[table] = frames[table].assign(**changes)
+    path = Session(**frames, meta=session.meta).save(tmp_path / "bad.npz")
+    with pytest.raises(FormatError, match=message):
         Session.load(path)
 
 
