@@ -111,7 +111,11 @@ def open_calm(path: str | os.PathLike[str]) -> CalmFile:
         If the file is truncated or damaged, or misses a metadata key or a tensor.
     UnsupportedError
         If it asks for something this version cannot run.
+    ConfigError
+        If `path` is no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"path is {path!r:.80}; accepted is a .calm file's path, as a str or a Path")
     return CalmFile(Path(path))
 
 
@@ -315,6 +319,8 @@ def _map_file(path: Path) -> tuple[mmap.mmap, dict[str, str], dict[str, Entry]]:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), metadata, entries
     except OSError as error:
         raise FormatError(f"{path} cannot be opened: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL in the name
+        raise FormatError(f"{str(path)!r} cannot be opened: {error}; give the path of a .calm file") from error
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

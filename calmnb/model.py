@@ -215,6 +215,10 @@ class Model:
         }
         changes = {name: value for name, value in given.items() if value is not None}
         base = sampling if sampling is not None else Sampling()
+        if not isinstance(base, Sampling):
+            raise ConfigError(
+                f"sampling is {_shortened(base)}; accepted is a Sampling, as in sampling=Sampling(temperature=1.0)"
+            )
         stops = checked_stops(stop)
         named = {self.tokenizer.specials[text] for text in stops if text in self.tokenizer.specials}
         ids = self.encode_prompt(prompt)
@@ -259,7 +263,7 @@ class Model:
 
     def _checked_ids(self, prompt: Sequence[Any]) -> list[int]:
         try:
-            ids = [operator.index(i) for i in prompt]
+            ids = token_ids(prompt)
         except TypeError:
             raise ConfigError(
                 f"the prompt is {_shortened(prompt)}; accepted are a str, a sequence of token ids, or a sequence of messages "
@@ -380,6 +384,13 @@ class _Owner:
 
 def _nobody() -> None:
     return None
+
+
+def token_ids(ids: Any) -> list[int]:
+    """Plain integers of `ids`; a TypeError if they are none, or are bytes: those are a text, though they iterate as numbers."""
+    if isinstance(ids, bytes | bytearray | memoryview):
+        raise TypeError(f"{type(ids).__name__} are no token ids")
+    return [operator.index(i) for i in ids]
 
 
 def _prefill_chunk(n_params: int, engine: Engine) -> int:

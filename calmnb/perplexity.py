@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from calmnb._callable import make_callable
 from calmnb.errors import CalmnbError, ConfigError
-from calmnb.model import Model
+from calmnb.model import Model, token_ids
 
 __all__ = ["MAX_BYTES", "Perplexity", "from_logprobs", "perplexity", "sample_text"]
 
@@ -112,7 +112,7 @@ def perplexity(
         Whether BOS comes before the text (once, not in every window); None follows the model's rule. Ids are taken as
         they are, unless True asks for a BOS they lack.
     max_bytes : int or None
-        Only this many bytes of a text are scored; None scores all of it. Ids are not cut.
+        Only this many bytes of a text are scored, >= 0; None scores all of it. Ids are not cut.
     progress : callable, optional
         Called with (tokens done, tokens in all).
 
@@ -133,6 +133,8 @@ def perplexity(
         raise ConfigError(f"perplexity: window is {window}; accepted are 1 to {context}, the context the model was opened with")
     if not 1 <= step <= window:
         raise ConfigError(f"perplexity: stride is {step}; accepted are 1 to the window, {window}")
+    if max_bytes is not None and (not isinstance(max_bytes, int | np.integer) or max_bytes < 0):
+        raise ConfigError(f"perplexity: max_bytes is {max_bytes!r}; accepted are an integer >= 0, or None for the whole text")
     ids = _ids(model, sample_text() if text is None else text, bos, max_bytes)
     if len(ids) < 2:
         raise ConfigError(f"perplexity: the text makes {len(ids)} tokens; at least 2 are needed, one to predict from the other")
@@ -180,7 +182,12 @@ def _ids(model: Model, text: str | Sequence[int], bos: bool | None, max_bytes: i
         if max_bytes is not None:
             text = text.encode("utf-8", errors="surrogatepass")[:max_bytes].decode("utf-8", errors="ignore")
         return model.tokenizer.encode(text, bos=bos, specials=False)
-    ids = [int(i) for i in text]
+    try:
+        ids = token_ids(text)
+    except TypeError:
+        raise ConfigError(
+            f"perplexity: the text is {str(text)[:80]!r}; accepted are a str or a sequence of token ids"
+        ) from None
     first = model.tokenizer.bos_id
     if bos and first >= 0 and ids[:1] != [first]:
         ids.insert(0, first)

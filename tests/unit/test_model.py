@@ -82,7 +82,15 @@ def test_a_tokenizer_with_more_ids_than_rows_cannot_overrun_them() -> None:
         model.generate("a")
 
 
-@pytest.mark.parametrize("bad", [3, ["a"], [1.5], None])
+@pytest.mark.parametrize(
+    ("path", "kind"), [(None, ConfigError), (3, ConfigError), (b"a.calm", ConfigError), ("a\0b", FormatError)]
+)
+def test_what_is_no_path_is_refused(path: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"accepted is|give the path"):
+        load(path)
+
+
+@pytest.mark.parametrize("bad", [3, ["a"], [1.5], None, b"abc", bytearray(b"abc"), memoryview(b"abc")])
 def test_other_prompts_are_refused(bad: Any) -> None:
     with pytest.raises(ConfigError, match="prompt"):
         fake_model().generate(bad)
@@ -111,6 +119,11 @@ def test_arguments_override_the_sampling_they_come_with() -> None:
     ]
     assert runs[0] == runs[1] != runs[2]
     assert runs[2] == [t.id for t in model.generate("a", max_tokens=12)]
+
+
+def test_a_sampling_of_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="accepted is a Sampling"):
+        fake_model().generate("a", sampling={"temperature": 1})  # type: ignore[arg-type]
 
 
 def test_default_stop_ids_are_the_files_and_the_vocabularys() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,18 @@ def test_windows_out_of_range_are_refused(kw: dict[str, int]) -> None:
 def test_texts_with_nothing_to_predict_are_refused(text: str | list[int]) -> None:
     with pytest.raises(ConfigError, match="at least 2"):
         perplexity(fake_model(), text, window=8)
+
+
+@pytest.mark.parametrize("text", [b"abc", bytearray(b"abc"), [5.9, 6.7], [None, "x"], 3])
+def test_what_is_neither_text_nor_ids_is_refused(text: Any) -> None:
+    with pytest.raises(ConfigError, match="accepted are a str or a sequence of token ids"):
+        perplexity(fake_model(), text, window=8)
+
+
+@pytest.mark.parametrize("max_bytes", [-5, 2.5, "9"])
+def test_max_bytes_is_not_negative(max_bytes: Any) -> None:
+    with pytest.raises(ConfigError, match="max_bytes is"):
+        perplexity(fake_model(), "abc", window=8, max_bytes=max_bytes)
 
 
 def test_ids_without_a_row_are_refused() -> None:
