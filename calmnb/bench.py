@@ -146,7 +146,10 @@ def bench(
         )
     check_kv_dtype(kv_dtype)
     say = progress or (lambda line: None)
-    is_shape = not Path(model).exists()
+    try:
+        is_shape = not Path(model).exists()
+    except OSError as error:
+        raise ConfigError(f"{model} cannot be opened: {error.strerror or error}; give a .calm file or a shape") from error
     if is_shape and str(model) not in SHAPES:
         raise ConfigError(f"{str(model)!r} is neither a file nor one of the shapes {', '.join(SHAPES)}")
     seq_len = max(max(contexts) + tokens + 2, PROMPT_TOKENS)

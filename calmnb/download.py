@@ -117,19 +117,30 @@ def download(repo: str, folder: str | Path | None = None, *, revision: str | Non
 
     Raises
     ------
+    ConfigError
+        If `repo` is no name of a repository.
     DownloadError
         If the repository is unknown, gated or unreachable, or holds no safetensors.
     """
+    example = "write it as owner/name, for example HuggingFaceTB/SmolLM2-360M"
     if not re.fullmatch(r"[\w.\-]+/[\w.\-]+", repo):
-        raise ConfigError(f"{repo!r} is not a repository name; write it as owner/name, for example HuggingFaceTB/SmolLM2-360M")
+        raise ConfigError(f"{repo!r} is not a repository name; {example}")
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     target = Path(folder).expanduser() if folder else cache_folder("hub") / repo.replace("/", "--")
     try:
         huggingface_hub.snapshot_download(
             repo, revision=revision, local_dir=target, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)
         )
+    except HFValidationError as error:
+        raise ConfigError(f"{repo!r} is not a repository name ({_first_line(error)}); {example}") from error
     except GatedRepoError as error:
         raise DownloadError(
             f"{repo} asks you to accept its licence first: do so on its page, then log in with `hf auth login`"

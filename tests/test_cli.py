@@ -13,8 +13,11 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from calmnb.bench import bench
 from calmnb.cli import app
 from calmnb.cli.common import COMMANDS
+from calmnb.download import download
+from calmnb.errors import CalmnbError, ConfigError
 
 SpecModel = Callable[[str], Path]
 
@@ -105,10 +108,32 @@ def test_converting_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "out.calm").exists()
 
 
-def test_repository_name_is_checked_before_any_network() -> None:
-    done = run("download", "not-a-repo")
+@pytest.mark.parametrize("name", ["not-a-repo", "../..", "-a/b", "a--b/c"])
+def test_repository_name_is_checked_before_any_network(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a repository name.*owner/name"):
+        download(name)
+
+
+@pytest.mark.parametrize("command", ["info", "generate", "bench", "profile", "perplexity", "verify-profile", "nsys", "convert"])
+@pytest.mark.parametrize("name", ["a" * 300, "~no-such-user/m"])
+def test_a_path_that_cannot_be_is_an_error_of_ours(tmp_path: Path, command: str, name: str) -> None:
+    argument = f"{name}.sqlite" if command == "nsys" else f"{name}.calm"
+    rest = [str(tmp_path / "out.calm")] if command == "convert" else []
+    found = CliRunner().invoke(app, [command, argument, *rest]).exception
+    assert isinstance(found, CalmnbError)
+    assert argument in str(found)
+
+
+def test_bench_of_a_name_too_long_is_an_error_of_ours() -> None:
+    with pytest.raises(ConfigError, match="cannot be opened: File name too long"):
+        bench("a" * 300)
+
+
+def test_whatever_the_system_refuses_is_one_line() -> None:
+    done = run("compare", "a" * 300, "b")
     assert done.returncode == 1
-    assert "owner/name" in done.stderr
+    assert done.stderr.endswith("File name too long\n")
+    assert "Traceback" not in done.stderr
 
 
 WAITS = """

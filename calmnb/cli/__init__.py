@@ -24,7 +24,7 @@ def main() -> None:
     try:
         app()
     except CalmnbError as error:
-        error_console().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+        _print_error(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         error_console().print("\ninterrupted", highlight=False)
@@ -33,9 +33,13 @@ def main() -> None:
         # The reader of a pipe went away (`calmnb info x | head`): end quietly, as other commands do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a path that nothing looked at before, or a full disk
+        where = f"{error.filename}: " if error.filename else ""
+        _print_error(f"{where}{error.strerror or error}")
+        sys.exit(1)
 
 
-def _escape(text: str) -> str:
+def _print_error(text: str) -> None:
     from rich.markup import escape
 
-    return escape(text)
+    error_console().print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from calmnb.errors import ConfigError
+from calmnb.errors import ConfigError, FormatError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,8 +145,13 @@ def resolve_model(name: str) -> Path:
         from calmnb.download import demo_model
 
         return demo_model(name.partition(":")[2] or "fp8")
-    path = Path(name).expanduser()
-    if path.suffix in {".gguf", ".safetensors"} or path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_checkpoint = path.suffix in {".gguf", ".safetensors"} or path.is_dir()
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user that is not there
+        said = getattr(error, "strerror", None) or error
+        raise FormatError(f"{name} cannot be opened: {said}; give a .calm file, or `demo`") from error
+    if is_checkpoint:
         raise ConfigError(
             f"{name} is a checkpoint, not a .calm file; convert it first: calmnb convert {name} model.calm --dtype fp8"
         )
@@ -213,7 +218,7 @@ def check_outputs(
     ConfigError
     """
     given = {option: path for option, path in outputs.items() if path is not None}
-    read = [Path(path).expanduser() for path in inputs if path is not None]
+    read = [path for path in inputs if path is not None]
     before: dict[Path, str] = {}
     for option, path in given.items():
         if any(_is_same(path, other) for other in read):
@@ -233,10 +238,10 @@ def check_outputs(
             raise ConfigError(f"{other} and {option} would both write {path}; choose two names")
 
 
-def _is_same(a: Path, b: Path) -> bool:
+def _is_same(a: Path, b: str | Path) -> bool:
     try:
-        return a.samefile(b)
-    except (OSError, ValueError):  # one of them is not there
+        return a.samefile(Path(b).expanduser())
+    except (OSError, ValueError, RuntimeError):  # one of them is not there
         return False
 
 

@@ -119,6 +119,8 @@ class SafetensorsFiles:
             self._open[path] = path.open("rb")
         except OSError as error:
             raise FormatError(f"{path} cannot be opened: {error.strerror or error}; download the checkpoint again") from error
+        except ValueError as error:  # a null character, a lone surrogate
+            raise FormatError(f"{str(path)!r} cannot be the name of a file ({error}); download the checkpoint again") from error
         return read_header(self._open[path], path, SOURCE_DTYPES)[1]
 
     def _read_all(self, paths: list[Path]) -> None:

@@ -97,8 +97,14 @@ def read_nsys(
     >>> session = calmnb.read_nsys("report.sqlite")  # doctest: +SKIP
     >>> session.kernels()  # doctest: +SKIP
     """
-    path = Path(path).expanduser()
-    if not path.is_file():
+    try:
+        path = Path(path).expanduser()
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user that is not there
+        raise FormatError(
+            f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}; give a .nsys-rep or .sqlite file"
+        ) from error
+    if not is_file:
         raise FormatError(f"{path}: there is no such file; a report is what `calmnb nsys --report` or `nsys profile -o` writes")
     if path.suffix in _REPORTS:
         from calmnb.profile.nsight import export_sqlite

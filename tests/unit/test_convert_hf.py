@@ -210,6 +210,8 @@ def test_a_tensor_in_two_files_without_an_index_is_named(checkpoint: Path, out: 
         ("gone.safetensors", r"gone\.safetensors cannot be opened"),
         ("../model.safetensors", "outside its own folder"),
         (3, "weight_map"),
+        ("a\0b", r"'.*a\\x00b' cannot be the name of a file"),
+        ("\ud800", r"'.*\\ud800' cannot be the name of a file"),
     ],
 )
 def test_an_index_that_points_nowhere_is_refused(checkpoint: Path, out: Path, place: Any, said: str) -> None:
