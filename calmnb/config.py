@@ -7,6 +7,7 @@ builds it from `.calm` metadata, `convert/` from Hugging Face or GGUF keys.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ ActType = Literal["silu", "gelu"]
 WEIGHT_DTYPES: tuple[WeightDtype, ...] = ("fp16", "fp8", "gf4")
 KV_DTYPES: tuple[KvDtype, ...] = ("fp16", "fp8")
 DTYPE_BITS: dict[str, int] = {"fp16": 16, "fp8": 8, "gf4": 4}
+_LARGEST = sys.float_info.max  # an int may be beyond any float
 
 
 @dataclass(frozen=True)
@@ -129,16 +131,43 @@ class ModelConfig:
             f"rotary_dim is {self.rotary_dim}; it must be even and at most head_dim {self.head_dim}",
         )
         _require(
-            math.isfinite(self.rope_theta) and self.rope_theta > 0,
-            f"rope_theta is {self.rope_theta}; it must be positive",
+            0 < self.rope_theta <= _LARGEST,
+            f"rope_theta is {str(self.rope_theta)[:40]}; it must be positive and finite",
         )
-        _require(math.isfinite(self.norm_eps) and self.norm_eps >= 0, f"norm_eps is {self.norm_eps}; it must be >= 0")
+        _require(0 <= self.norm_eps <= _LARGEST, f"norm_eps is {str(self.norm_eps)[:40]}; it must be finite and >= 0")
         _require(not self.qkv_clip <= 0, f"qkv_clip is {self.qkv_clip}; it must be positive")
         _require(
             0 <= self.n_experts_active <= self.n_experts and (self.n_experts == 0 or self.n_experts_active >= 1),
             f"n_experts_active is {self.n_experts_active} of n_experts {self.n_experts}; it must be between 1 and n_experts",
         )
+        for name in ("max_seq_len", "sliding_window"):  # kernels count positions in 32 bits
+            _require(getattr(self, name) < 1 << 31, f"{name} is {str(getattr(self, name))[:40]}; it must be below 2**31")
         _require(self.sliding_window >= 0, f"sliding_window is {self.sliding_window}; it must be 0 (none) or positive")
+        self._check_rope()
+
+    def _check_rope(self) -> None:
+        """Compute the first and the last rotary frequency: numbers that are fine one by one may overflow together."""
+        half = self.rotary_dim // 2
+        scaling = self.rope_scaling
+        _require(
+            scaling is None or scaling.kind != "yarn" or self.rope_theta > 1,
+            f"rope_theta is {self.rope_theta}; with yarn scaling it must be above 1",
+        )
+        try:
+            with np.errstate(all="ignore"):
+                # Angles are float64 up to the last position; cos and sin times the factor are float32.
+                freqs, factor = self._frequencies(np.array([0, half - 1], np.float64)[:half])
+                ends = np.append(freqs * 2.0**31, np.float32(factor))
+        except (ArithmeticError, ValueError) as error:
+            found: object = error
+        else:
+            if np.isfinite(ends).all():
+                return
+            found = "not finite"
+        raise ConfigError(
+            f"model configuration: rope_theta {self.rope_theta} with {str(scaling)[:200]} makes no rotary frequencies "
+            f"({found}); these numbers must be of a usual size"
+        )
 
     @property
     def q_dim(self) -> int:
@@ -181,8 +210,11 @@ class ModelConfig:
         arXiv 2309.00071, section 3.2): a linear ramp over the channel index between the channels that make
         `beta_fast` and `beta_slow` rotations in the original context.
         """
-        half = self.rotary_dim // 2
-        freqs: NDArray[np.float64] = self.rope_theta ** (-2.0 * np.arange(half, dtype=np.float64) / max(self.rotary_dim, 1))
+        return self._frequencies(np.arange(self.rotary_dim // 2, dtype=np.float64))
+
+    def _frequencies(self, pairs: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+        """As `rope_frequencies`, of the pairs of channels numbered `pairs`."""
+        freqs: NDArray[np.float64] = self.rope_theta ** (-2.0 * pairs / max(self.rotary_dim, 1))
         scaling = self.rope_scaling
         if scaling is None:
             return freqs, 1.0
@@ -201,7 +233,7 @@ class ModelConfig:
 
             first = max(math.floor(channel(scaling.beta_fast)), 0)
             last = min(math.ceil(channel(scaling.beta_slow)), self.rotary_dim - 1)
-            ramp = np.clip((np.arange(half) - first) / max(last - first, 1e-3), 0.0, 1.0)
+            ramp = np.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
             attention = scaling.attention_factor
             if attention is None:
                 attention = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0

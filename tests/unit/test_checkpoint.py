@@ -545,6 +545,12 @@ def test_an_unknown_rope_scaling_is_never_ignored(tmp_path: Path, scaling: Any) 
         {"rope_scaling": {"kind": "llama3", "factor": 8}},
         {"rope_scaling": {"kind": "llama3", "factor": 8, "original_max_seq_len": 64, "low_freq_factor": 4}},
         {"rope_scaling": {"kind": "linear", "factor": "8"}},
+        {"rope_scaling": {"kind": "linear", "factor": 10**400}},
+        {"rope_scaling": {"kind": "linear", "factor": 5e-324}},
+        {"rope_scaling": {"kind": "yarn", "factor": 2, "beta_fast": 5e-324}},
+        {"rope_scaling": {"kind": "yarn", "factor": 2, "beta_slow": 1e308}},
+        {"rope_scaling": {"kind": "yarn", "factor": 2, "attention_factor": 1e300}},
+        {"sliding_window": 10**23 - 1},
     ],
 )
 def test_damaged_settings_are_refused(tmp_path: Path, value: Any) -> None:
