@@ -186,6 +186,21 @@ class CalmFile:
             if name.startswith("model."):
                 self._check_tensor_finite(name, entry.code)
 
+    def check_length(self) -> None:
+        """Make sure that the file still holds every tensor: reading a mapped page behind its end kills the process.
+
+        Raises
+        ------
+        FormatError
+            If another program made it shorter, as ``cp`` onto it does before it writes.
+        """
+        length, needed = self._map.size(), max(entry.end for entry in self._entries.values())
+        if length < needed:
+            raise FormatError(
+                f"{self.path} became shorter while it was open: it has {length} bytes, its tensors end at {needed}. Load it "
+                "again; to replace a model that is in use, write the new file beside it and rename it (mv, not cp)"
+            )
+
     def close(self) -> None:
         """Unmap the file, or let it be unmapped when the last array that views it is gone. Idempotent."""
         for name in ("tensors", "weights"):

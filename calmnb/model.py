@@ -103,7 +103,10 @@ def load(
     except BaseException:
         file.close()
         raise
-    return Model(file, engine, tokenizer, template)
+    model = Model(file, engine, tokenizer, template)
+    if engine.info.engine != "cuda":  # that one has copied the weights
+        model._check_file = file.check_length
+    return model
 
 
 class Model:
@@ -143,6 +146,7 @@ class Model:
         self.prefill_chunk = _prefill_chunk(file.n_params, engine)
         self._guard = threading.RLock()  # re-entrant: collecting garbage may end a generation anywhere
         self._owner: Callable[[], object | None] = _nobody
+        self._check_file: Callable[[], None] = _nobody  # that the engine may read the mapped file
         self._closed = False
 
     # -- generating ---------------------------------------------------------------------------------------------------
@@ -308,6 +312,8 @@ class Model:
         ------
         BusyError
             If someone else has it.
+        FormatError
+            If the engine reads its file, and that became shorter: touching what is gone would end the process.
         """
         with self._guard:
             current = self._owner()
@@ -316,6 +322,7 @@ class Model:
                     f"the model {self.path.name} is busy ({current!r}); one model computes one sequence at a time. Wait "
                     "for it, close() the generation that has it, call stop() on the model, or load the file a second time"
                 )
+            self._check_file()
             self._owner = weakref.ref(owner)
 
     def release(self, owner: object) -> None:

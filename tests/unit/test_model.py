@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from calmnb.errors import ConfigError, FormatError, TemplateError
-from calmnb.model import load
+from calmnb.model import Model, load
+from calmnb.perplexity import perplexity
 from calmnb.sampler import Sampling
 from tests.unit.fakes import VOCAB, FakeEngine, fake_model, ids_of, letters, says
 
@@ -31,6 +32,22 @@ def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(FormatError):
         load(path)
+
+
+@pytest.mark.parametrize("device", ["cpu", "reference"])
+@pytest.mark.parametrize("use", [lambda m: list(m.generate("a", max_tokens=1)), lambda m: perplexity(m, "abc", window=4)])
+def test_a_file_that_was_cut_while_open_is_an_error_and_no_crash(
+    spec_model: Callable[[str], Path], tmp_path: Path, device: Any, use: Callable[[Model], Any]
+) -> None:
+    path = tmp_path / "cut.calm"
+    path.write_bytes(data := spec_model("A").read_bytes())
+    with load(path, device=device, seq_len=16, threads=1 if device == "cpu" else None) as model:
+        path.open("wb").close()
+        with pytest.raises(FormatError, match=r"cut\.calm became shorter while it was open.*Load it again"):
+            use(model)
+        assert not model.is_busy
+        path.write_bytes(data)
+        use(model)
 
 
 def test_a_text_is_encoded_as_it_stands() -> None:
