@@ -76,15 +76,19 @@ def read_ncu_csv(source: str | Path) -> pd.DataFrame:
     Raises
     ------
     FormatError
-        If there is no such file, no table in it, or a number or unit cannot be read.
+        If there is no such file, no table in it, or a line, number or unit cannot be read.
     """
     where, text = _load(source)
     launches: dict[tuple[str, str], dict[str, Any]] = {}
     for record in _records(text, where):
         key = (record.get("Process ID", ""), record["ID"])
-        launch = launches.setdefault(
-            key, {"id": int(key[1]), "process": int(key[0] or -1), "kernel": kernel_name(record["Kernel Name"])}
-        )
+        launch = launches.get(key)
+        if launch is None:
+            launch = launches[key] = {
+                "id": _whole(key[1], "ID", where),
+                "process": _whole(key[0] or "-1", "Process ID", where),
+                "kernel": kernel_name(record["Kernel Name"]),
+            }
         column = _METRICS.get(record["Metric Name"])
         if column:
             launch[column] = _quantity(record["Metric Value"], record["Metric Unit"], column == "duration_s", where)
@@ -114,7 +118,7 @@ def _records(text: str, where: str) -> Iterator[dict[str, str]]:
     header: list[str] | None = None
     for line in text.splitlines():
         if '"ID",' in line:
-            cells = next(csv.reader([line[line.index('"ID",') :]]))
+            cells = _cells(line[line.index('"ID",') :], where)
             if any("__" in cell for cell in cells) or not set(_HEADER) <= set(cells):
                 lacks = ", ".join(name for name in _HEADER if name not in cells)
                 raise FormatError(
@@ -125,11 +129,24 @@ def _records(text: str, where: str) -> Iterator[dict[str, str]]:
         if header is None:
             continue
         start = re.search(r'"\d+","', line)
-        cells = next(csv.reader([line[start.start() :]]), []) if start else []
+        cells = _cells(line[start.start() :], where) if start else []
         if len(cells) == len(header):
             yield dict(zip(header, cells, strict=True))
     if header is None:
         raise FormatError(f"{where}: holds no table of ncu's; make one with: ncu --csv --metrics ... COMMAND, or calmnb ncu")
+
+
+def _cells(line: str, where: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise FormatError(f"{where}: the line {line[:60]!r}... is not CSV of ncu's ({error}); measure again") from error
+
+
+def _whole(text: str, column: str, where: str) -> int:
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        raise FormatError(f"{where}: {column} is {text[:40]!r}; it must be a whole number below 10**18; measure again")
+    return int(text)
 
 
 def _quantity(value: str, unit: str, is_time: bool, where: str) -> float:

@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -89,6 +90,21 @@ def test_launches_of_several_processes_stay_apart() -> None:
     metric = ("dram__bytes_read.sum", "byte", "8")
     table = read_ncu_csv(quoted([HEADER, *launch(0, "a", metric, process=1), *launch(0, "b", metric, process=2)]))
     assert table["kernel"].tolist() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("number", "process", "kernel", "said"),
+    [
+        ("0", "x", "k", "Process ID is 'x'"),
+        ("7" * 5000, "1", "k", "ID is '7777"),
+        ("0", "1", "k" * 200_000, "field larger than field limit"),
+    ],
+    ids=["process", "launch", "kernel"],
+)
+def test_ids_and_names_that_cannot_be_are_named(number: Any, process: Any, kernel: str, said: str) -> None:
+    text = quoted([HEADER, *launch(number, kernel, ("dram__bytes_read.sum", "byte", "8"), process=process)])
+    with pytest.raises(FormatError, match=f"the output of ncu: .*{said}.*; .*measure again"):
+        read_ncu_csv(text)
 
 
 def test_what_was_not_measured_is_nan() -> None:
