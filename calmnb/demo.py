@@ -63,7 +63,7 @@ def run_demo(
         session = recorder.session()
     print_stages(session, out)
     plots.roofline(session).write_png(roofline)
-    notes.print(f"wrote {roofline}", highlight=False, soft_wrap=True)
+    notes.print(f"wrote {roofline}", markup=False, highlight=False, soft_wrap=True)
     notes.print("next:  [bold]calmnb lab[/]   chat with it in JupyterLab, with live plots beside the chat", highlight=False)
     return session
 
@@ -92,7 +92,7 @@ def print_stages(session: Session, out: Console) -> None:
             _optional(record["percent_of_peak"], ".0f", "%"),
         )
     out.print(rows)
-    out.print(session.summary(), highlight=False, soft_wrap=True)
+    out.print(session.summary(), markup=False, highlight=False, soft_wrap=True)
 
 
 def write_plots(session: Session, folder: Path) -> list[Path]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,17 +17,22 @@ from typer.testing import CliRunner
 
 from calmnb.bench import bench
 from calmnb.cli import app
-from calmnb.cli.common import COMMANDS
+from calmnb.cli.common import COMMANDS, print_json
+from calmnb.doctor import Finding
 from calmnb.download import download
 from calmnb.errors import CalmnbError, ConfigError
+from tests.profile_fakes import SMOL, noisy_recorder
 
 SpecModel = Callable[[str], Path]
 
 
-def run(*arguments: object, stdin: str | None = None, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, stdin: str | None = None, timeout: float = 180, encoding: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run ``calmnb`` in a process of its own."""
     command = [sys.executable, "-m", "calmnb", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=timeout)
+    env = os.environ | ({"PYTHONIOENCODING": encoding} if encoding else {})
+    return subprocess.run(command, capture_output=True, text=True, input=stdin, timeout=timeout, encoding=encoding, env=env)
 
 
 def test_every_promised_command_exists() -> None:
@@ -161,7 +168,81 @@ def test_interrupt_is_clean() -> None:
     assert "Traceback" not in errors
 
 
+WRITES = """
+from pathlib import Path
+import sys, time
+from calmnb.cli import app, main
+from calmnb.files import replacing
+
+@app.command()
+def wait(folder: Path):
+    with replacing(folder / "out") as temporary:
+        temporary.write_text("half")
+        print("ready", flush=True)
+        time.sleep(60)
+
+main()
+"""
+
+
+def test_termination_leaves_no_temporary_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITES, "wait", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_terminal_cannot_show_is_replaced(spec_model: SpecModel) -> None:
+    command = ["generate", spec_model("A"), "-i", "d日", "-n", 1, "-t", 0, "--device", "reference"]
+    done = run(*command, encoding="latin-1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("d?")
+
+
+def test_json_is_whole_whatever_the_terminal_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="replace")
+    monkeypatch.setattr(sys, "stdout", out)
+    print_json({"text": "日"})
+    out.seek(0)
+    assert json.load(out) == {"text": "日"}
+
+
+@pytest.mark.filterwarnings("ignore:the model's vocabulary")
+@pytest.mark.parametrize(("options", "said", "times"), [(["-t", "nan"], "temperature is nan", 1), (["-c", "4"], "context", 3)])
+def test_a_chat_that_fails_says_so_and_ends_with_status_1(
+    spec_model: SpecModel, options: list[str], said: str, times: int
+) -> None:
+    command = ["chat", str(spec_model("A")), "-i", "dddddd", "--device", "reference", *options]
+    result = CliRunner().invoke(app, command, input="bbbbbb\neeeeee\n")
+    lines = [*result.stderr.splitlines(), str(result.exception)]
+    assert result.exit_code == 1
+    assert len([line for line in lines if said in line]) == times
+
+
+def test_markup_in_a_path_is_text(tmp_path: Path) -> None:
+    saved = noisy_recorder(SMOL.replace(n_layers=2), tokens=5, model="a[/b]").session().save(tmp_path / "s.calmprof")
+    out = tmp_path / "d[" / "red].calmprof"
+    out.parent.mkdir()
+    result = CliRunner().invoke(app, ["profile", str(saved), "-o", str(out)])
+    assert result.exit_code == 0, result.exception
+    assert "a[/b]" in result.stdout
+    assert str(out) in result.stderr
+
+
 def test_doctor_reports_json() -> None:
     done = run("doctor", "--json")
     names = {finding["name"] for finding in json.loads(done.stdout)}
     assert {"Python", "GPU", "cache", "jupyterlab"} <= names
+
+
+def test_doctor_shows_the_whole_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [Finding("GPU", "missing", "at [/x]", "pip install 'calmnb[cuda13]'")]
+    monkeypatch.setattr("calmnb.doctor.examine", lambda: findings)
+    shown = CliRunner().invoke(app, ["doctor"]).stdout
+    assert "pip install 'calmnb[cuda13]'" in shown
+    assert "at [/x]" in shown

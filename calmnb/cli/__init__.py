@@ -1,12 +1,14 @@
 """The ``calmnb`` command: thin shells over the public API.
 
 Every command prints results on stdout and everything else (progress, notes) on stderr; ``--json`` prints one JSON
-document and nothing more. A mistake of the user's ends in one line and exit status 1, Ctrl-C in status 130.
+document and nothing more. A mistake of the user's ends in one line and exit status 1, Ctrl-C in status 130, SIGTERM in 143.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 
 from calmnb.cli import compare, environment, measure, models, text, tools, verify
@@ -21,6 +23,10 @@ def main() -> None:
     """Entry point of the ``calmnb`` command."""
     from calmnb.errors import CalmnbError
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal's encoding has what a model may say
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that temporary files go
     try:
         app()
     except CalmnbError as error:

@@ -27,6 +27,7 @@ __all__ = [
     "console",
     "error_console",
     "load_model",
+    "note",
     "one_of",
     "print_json",
     "refuse",
@@ -109,9 +110,15 @@ def error_console() -> Console:
     return Console(stderr=True)
 
 
+def note(text: str) -> None:
+    """Print `text`, as it is, on stderr."""
+    error_console().print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
     """Print `value` as one JSON document; infinities and NaN become null."""
-    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=False) + "\n")
+    is_unicode = (getattr(sys.stdout, "encoding", None) or "").lower().startswith("utf")
+    sys.stdout.write(json.dumps(_finite(value), indent=2, ensure_ascii=not is_unicode) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -178,7 +185,7 @@ def load_model(
         seq_len=context,
         kv_dtype=one_of("--kv-dtype", kv_dtype, KV_DTYPES),
         on_full=one_of("--on-full", on_full, ("stop", "roll")),
-        progress=_note,
+        progress=note,
     )
 
 
@@ -268,7 +275,3 @@ def one_of(option: str, value: str, accepted: Sequence[str]) -> Any:
     if value not in accepted:
         raise ConfigError(f"{option} is {value!r}; accepted are {', '.join(accepted)}")
     return value
-
-
-def _note(message: str, *_: object) -> None:
-    error_console().print(f"[dim]{message}[/]", highlight=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calmnb.cli.common import Json, app, check_outputs, console, error_console, one_of, print_json, table
+from calmnb.cli.common import Json, app, check_outputs, console, note, one_of, print_json, table
 
 if TYPE_CHECKING:
     from calmnb.profile import Comparison
@@ -40,7 +40,7 @@ def compare(
         from calmnb import plots
 
         plots.compare(comparison).write_png(plot)
-        error_console().print(f"[dim]wrote {plot}[/]", highlight=False, soft_wrap=True)
+        note(f"wrote {plot}")
     if as_json:
         print_json(comparison.to_dict())
     else:
@@ -59,8 +59,8 @@ def _print(comparison: Comparison) -> None:
         for row in comparison.settings:
             settings.add_row(*map(escape, row))
         out.print(settings)
-    for note in comparison.notes:
-        out.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
+    for line in comparison.notes:
+        out.print(f"[yellow]note:[/] {escape(line)}", highlight=False)
     titles, rows = table_rows(comparison)
     result = table(f"one {comparison.phase} step, from a to b", *titles)
     result.columns[-1].justify = "left"

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from calmnb.cli.common import Json, app, console, error_console, print_json, table
+from calmnb.cli.common import Json, app, console, note, print_json, table
 from calmnb.errors import CalmnbError
 
 __all__ = ["doctor", "lab", "notebooks_folder"]
@@ -33,7 +33,7 @@ def lab(
     target = folder or notebooks_folder()
     if not target.is_dir():
         raise CalmnbError(f"{target} is not a folder; pass one with --folder")
-    error_console().print(f"[dim]JupyterLab on {target}; start with 00_quickstart.ipynb[/]", highlight=False, soft_wrap=True)
+    note(f"JupyterLab on {target}; start with 00_quickstart.ipynb")
     command = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={target}", *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 
@@ -72,13 +72,15 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         print_json([finding._asdict() for finding in findings])
     else:
+        from rich.markup import escape
+
         out = table("", "", "found", "what to do", first="left")
         out.columns[1].justify = "left"
         out.columns[2].justify = "left"
         out.columns[1].no_wrap = out.columns[2].no_wrap = False
         for finding in findings:
             mark = {"ok": "[green]ok[/]", "missing": "[yellow]--[/]", "bad": "[red]!![/]"}[finding.state]
-            out.add_row(f"{mark} {finding.name}", finding.found, finding.remedy)
+            out.add_row(f"{mark} {finding.name}", escape(finding.found), escape(finding.remedy))
         console().print(out)
     if any(finding.state == "bad" for finding in findings):
         raise typer.Exit(1)

@@ -17,8 +17,8 @@ from calmnb.cli.common import (
     app,
     check_outputs,
     console,
-    error_console,
     load_model,
+    note,
     one_of,
     print_json,
     refuse,
@@ -129,10 +129,10 @@ def profile(
         return
     print_stages(session, console())
     if session.meta.get("time_note"):
-        error_console().print(f"[dim]times by {session.meta['time_source']}: {session.meta['time_note']}[/]", highlight=False)
+        note(f"times by {session.meta['time_source']}: {session.meta['time_note']}")
     written = [str(path) for path in (output, trace, csv, plots) if path]
     if written:
-        error_console().print(f"[dim]wrote {', '.join(written)}[/]", highlight=False, soft_wrap=True)
+        note(f"wrote {', '.join(written)}")
 
 
 def _profile_shape(shape: str, dtype: str, kv_dtype: str, contexts: Sequence[int], tokens: int, source: str | None) -> Session:
@@ -146,7 +146,6 @@ def _profile_shape(shape: str, dtype: str, kv_dtype: str, contexts: Sequence[int
         saved = find_saved(file_name(shape, dtype, kv_dtype))
         known = f"; the recording of an H200 comes with calmnb: `calmnb profile {saved}`" if saved else ""
         raise DeviceError(f"a shape runs with random weights made on a GPU: {problem}; profile a .calm file on the CPU{known}")
-    notes = error_console()
     return profile_shape(
         shape,
         dtype=one_of("--dtype", dtype, WEIGHT_DTYPES),
@@ -154,7 +153,7 @@ def _profile_shape(shape: str, dtype: str, kv_dtype: str, contexts: Sequence[int
         contexts=contexts,
         tokens=tokens,
         warmup=min(2, tokens - 1),
-        progress=lambda line: notes.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True),
+        progress=note,
     )
 
 
@@ -196,7 +195,6 @@ def bench(
     from calmnb.engine import DEVICES
 
     check_outputs({"--append": results}, [model], appended="--append")
-    notes = error_console()
     options: dict[str, Any] = {
         "contexts": tuple(contexts or (0,)),
         "kv_dtype": one_of("--kv-dtype", kv_dtype, KV_DTYPES),
@@ -204,7 +202,7 @@ def bench(
         "runs": runs,
         "tokens": tokens,
         "threads": threads,
-        "progress": lambda line: notes.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True),
+        "progress": note,
     }
     if shape:
         refuse(call, ["model", "threads"], "does not go with --shape, which runs random weights on a GPU")

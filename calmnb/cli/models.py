@@ -15,6 +15,7 @@ from calmnb.cli.common import (
     check_outputs,
     console,
     error_console,
+    note,
     print_json,
     resolve_model,
     table,
@@ -58,7 +59,7 @@ def download(
 
     path = fetch(repo, folder, revision=revision)
     typer.echo(path)
-    error_console().print(f"[dim]next: calmnb convert {path} model.calm --dtype fp8[/]", highlight=False, soft_wrap=True)
+    note(f"next: calmnb convert {path} model.calm --dtype fp8")
 
 
 @app.command()
@@ -79,7 +80,8 @@ def convert(
 
     with progress_bar(f"convert to {dtype}") as progress:
         path = run(source, output, dtype=dtype, progress=progress, extras=not plain)
-    error_console().print(f"wrote {path} ({path.stat().st_size / 1e6:,.1f} MB)", highlight=False, soft_wrap=True)
+    size = f"{path.stat().st_size / 1e6:,.1f} MB"
+    error_console().print(f"wrote {path} ({size})", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -110,6 +110,12 @@ def chat(
 
     Example: `calmnb chat demo -y "You are brief." -t 0`
     """
+    from calmnb.sampler import Sampling
+
+    sampling = Sampling(
+        temperature=temperature, min_p=min_p, top_p=top_p, top_k=top_k, repetition_penalty=repetition_penalty, seed=seed
+    )
+    failed = False
     with load_model(model, device=device, threads=threads, context=context, kv_dtype=kv_dtype, on_full=on_full) as loaded:
         opening = [{"role": "system", "content": system}] if system else []
         messages = list(opening)
@@ -117,24 +123,16 @@ def chat(
         while True:
             message, pending = (pending, None) if pending is not None else (_read_message(messages), None)
             if message is None or message.strip() in {"", "/exit", "/quit"}:
-                return
+                break
             if message.strip() == "/new":
                 messages = list(opening)
                 continue
             messages.append({"role": "user", "content": message})
             try:
-                run = loaded.generate(
-                    messages,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    min_p=min_p,
-                    top_p=top_p,
-                    top_k=top_k,
-                    repetition_penalty=repetition_penalty,
-                    seed=seed,
-                )
+                run = loaded.generate(messages, max_tokens=max_tokens, sampling=sampling)
             except CalmnbError as error:
                 messages.pop()
+                failed = True
                 error_console().print(str(error), style="red", markup=False, soft_wrap=True)
                 continue
             try:
@@ -147,6 +145,8 @@ def chat(
             sys.stdout.write("\n")
             messages.append({"role": "assistant", "content": run.text})
             _print_rate(run)
+    if failed and not sys.stdin.isatty():
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from calmnb.cli.common import (
     check_outputs,
     console,
     error_console,
+    note,
     one_of,
     print_json,
     resolve_model,
@@ -74,8 +75,8 @@ def nsys(
         return
     _print_session(session, rows)
     if session.meta.get("time_note"):
-        error_console().print(f"note: {session.meta['time_note']}", highlight=False, soft_wrap=True)
-    error_console().print(f"[dim]wrote {output}; open it with calmnb.Session.load[/]", highlight=False, soft_wrap=True)
+        error_console().print(f"note: {session.meta['time_note']}", markup=False, highlight=False, soft_wrap=True)
+    note(f"wrote {output}; open it with calmnb.Session.load")
 
 
 @app.command(context_settings=_SETTINGS)
@@ -160,15 +161,17 @@ def ncu(
     if as_json:
         print_json(measured.to_dict("records"))
         return
+    from rich.markup import escape
+
     title = "one step: bytes declared and measured" if declared else "all launches: bytes from and to memory"
     out = table(title, "kernel", "stage", *(name for name, *_ in columns))
     _shorten(out)
     for record in measured.to_dict("records"):
         cells = (_cell(record[key], unit, form) for _, key, unit, form in columns)
-        out.add_row(str(record["kernel"]), str(record["stage"]), *cells)
+        out.add_row(escape(str(record["kernel"])), escape(str(record["stage"])), *cells)
     console().print(out)
     if declared is not None:
-        console().print(declared.summary(), highlight=False, soft_wrap=True)
+        console().print(declared.summary(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _measured_step(
@@ -217,6 +220,8 @@ def _by_kernel(launches: pd.DataFrame) -> pd.DataFrame:
 
 
 def _print_session(session: Session, rows: int) -> None:
+    from rich.markup import escape
+
     out = console()
     phase: Any = "decode" if len(session.kernels()) else "prefill"
     stages = table(
@@ -224,7 +229,7 @@ def _print_session(session: Session, rows: int) -> None:
     )
     for record in session.stages(phase).to_dict("records"):
         numbers = (_cell(record["time_us"], 1, ",.1f"), f"{record['share_percent']:.1f}%", _cell(record["gb_per_s"], 1, ",.0f"))
-        stages.add_row(str(record["stage"]), *numbers)
+        stages.add_row(escape(str(record["stage"])), *numbers)
     out.print(stages)
     kernels = table("all steps, kernel by kernel", "kernel", "stage", "calls", "total ms", "mean us", "share")
     _shorten(kernels)
@@ -232,8 +237,8 @@ def _print_session(session: Session, rows: int) -> None:
     listed = listed[listed["stage"] != "gap"]
     for record in listed.head(rows).to_dict("records"):
         kernels.add_row(
-            str(record["kernel"]),
-            str(record["stage"]),
+            escape(str(record["kernel"])),
+            escape(str(record["stage"])),
             f"{record['calls']}",
             f"{record['total_ms']:.3f}",
             f"{record['mean_us']:.2f}",
@@ -242,7 +247,7 @@ def _print_session(session: Session, rows: int) -> None:
     if len(listed) > rows:
         kernels.caption = f"{len(listed) - rows} more kernels; --rows lists them"
     out.print(kernels)
-    out.print(session.summary(), highlight=False, soft_wrap=True)
+    out.print(session.summary(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _shorten(rows: Table) -> None:
