@@ -62,6 +62,21 @@ def test_chatml_is_rendered_with_and_without_a_generation_prompt() -> None:
         ),
         ("{{ '100% of 123456' | replace('of', '/') }}{{ 2.567 | round(1) }}", "100% / 1234562.6"),
         ("{% if tools %}t{% else %}none{% endif %}", "none"),
+        (
+            "{% for m in messages %}{{ m.content.replace('H', 'J').ljust(3, '.') }}{{ ','.join([m.role, 'x']) }}{% endfor %}",
+            "Ji.user,x",
+        ),
+        ("{{ 'a-b-c'.split('-', maxsplit=1) }}{{ 'a-b-c'.rsplit(sep='-', maxsplit=1)[0] }}", "['a', 'b-c']a-b"),
+        (
+            "{{ 1 < 2 <= 2 != 3 }}{{ 3 > 2 > 2 }}{{ 'b' not in 'ac' }}{{ 'role' in messages[0] }}"
+            "{{ messages[0] == messages[-1] }}",
+            "TrueFalse" + 3 * "True",
+        ),
+        ("{{ '{:{}}|{:.2f}|{!r}'.format('a', 3, 1, 'b') }}{{ ('{}' | safe).format('<') }}", "a  |1.00|'b'&lt;"),
+        (
+            "{{ [3, 1] | sort }}{{ [2, 4] | select('even') | list }}{{ messages | map(attribute='role') | unique | list }}",
+            "[1, 3][2, 4]['user']",
+        ),
     ],
 )
 def test_templates_render_as_hugging_faces_do(source: str, expected: str) -> None:
@@ -158,6 +173,47 @@ def test_the_watchdog_leaves_nothing_behind() -> None:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ 'a' | center(10**9) }}",
         "{{ lipsum(n=10**6) }}",
+        # inside C, where the watchdog does not reach
+        "{{ ('a' * 600000).rfind('ab' + 'a' * 200000) }}",
+        "{{ ('a' * 300000).rsplit(sep='ab' + 'a' * 100000) }}",
+        "{{ ('a' * 300000).encode().rpartition(('ab' + 'a' * 100000).encode()) }}",
+        "{{ ('a' * 300000 ~ 'b') in 'a' * 999999 }}",
+        "{{ ['a' * 300000 ~ 'b'] | select('in', 'a' * 999999) | list }}",
+        "{{ ('a' * 999999).startswith(('a' * 99999,) * 39999) }}",
+        "{{ ('a' * 3999999).strip('b' * 1000000 ~ 'a') }}",
+        "{{ ('a' * 3999999) | trim('b' * 1000000 ~ 'a') }}",
+        "{{ ('a' * 3000000).translate({97: 'b' * 1000}) }}",
+        "{{ ('f' * 1000000) | int(0, 16) // 7 }}",
+        "{{ (1).from_bytes(('a' * 1000000).encode(), 'big') // 7 }}",
+        "{{ '%999999999d' is even }}",
+        "{{ ('%(' * 1000000) % 1 }}",
+        "{{ ('%(a)s' * 9000) % {'a': 'b' * 1000000} }}",
+        "{{ ('{0}' * 300000).format('a' * 1000000) }}",
+        "{{ ('a\x0c' * 1000000) | indent(1000) }}",
+        "{{ ('a' * 40000) | round(6, 'floor') }}",
+        "{{ ([0] * 39999) | tojson(separators=('a' * 1000000, ':')) }}",
+        "{{ strftime_now('%99999999d') }}",
+        "{{ range(99999) | map('default', 'a' * 3999999, true) | sort(case_sensitive=true) | length }}",
+        "{{ {}.fromkeys(range(0, 99998 * (2**61 - 1), 2**61 - 1)) | length }}",
+        "{{ ({}.keys() - []).union(range(0, 99998 * (2**61 - 1), 2**61 - 1)) | length }}",
+        *(
+            "{% set ns = namespace(x=['a'], y=['a']) %}{% for i in range(40) %}"
+            "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}" + use
+            for use in (
+                "{{ ns.x }}",
+                "{{ ns.x ~ '' }}",
+                "{{ ns.x | string | length }}",
+                "{{ [ns.x] | join | length }}",
+                "{{ ns.x | tojson | length }}",
+                "{{ '%s' % ns.x }}",
+                "{{ '{}'.format(ns.x) }}",
+                "{{ {}[ns.x].y }}",
+                "{{ ns.x == ns.y }}",
+                "{{ [ns.x].index(ns.y) }}",
+                "{{ [ns.x, ns.y] | sort | length }}",
+            )
+        ),
+        "{% set ns = namespace(x=('a',)) %}{% for i in range(40) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {ns.x: 1} }}",
     ],
 )
 def test_a_template_cannot_eat_time_or_memory(source: str) -> None:
