@@ -81,14 +81,19 @@ class _TimeUp(BaseException):
     """Not an Exception, so that no ``except Exception`` on the way can swallow it."""
 
 
-def compile_template(source: str) -> jinja2.Template:
+def compile_template(source: object) -> jinja2.Template:
     """Compile the source of a chat template.
 
     Raises
     ------
     TemplateError
-        If it is not valid Jinja.
+        If it is not text, not valid Jinja, or more than Python can compile.
     """
+    if not isinstance(source, str):
+        raise TemplateError(
+            f"the chat template is a {type(source).__name__}; accepted is Jinja source as text. Correct chat_template in the "
+            "model's files and convert again"
+        )
     try:
         with _Deadline(MAX_SECONDS):
             return _Environment().from_string(source)
@@ -100,6 +105,11 @@ def compile_template(source: str) -> jinja2.Template:
         raise TemplateError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
     except RecursionError:
         raise TemplateError("the chat template is nested too deeply") from None
+    except Exception as error:  # Jinja writes Python, and Python has limits of its own
+        raise TemplateError(
+            f"the chat template cannot be compiled: {type(error).__name__}: {_shortened(error)}; nest fewer blocks, write "
+            "shorter numbers and name no argument twice"
+        ) from None
 
 
 def render(template: jinja2.Template, variables: Mapping[str, Any], *, max_seconds: float = MAX_SECONDS) -> str:

@@ -247,8 +247,22 @@ def test_the_templates_own_refusal_is_what_the_user_reads() -> None:
         rendered("{{ raise_exception('System role not supported') }}")
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a' + 1 }}", "{{ missing.attribute }}", "{% include 'x' %}"])
-def test_a_broken_template_is_a_template_error(source: str) -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{{ 'a' + 1 }}",
+        "{{ missing.attribute }}",
+        "{% include 'x' %}",
+        "{% for i in [1] %}" * 22 + "{% endfor %}" * 22,
+        "{% if true %}" * 120 + "{% endif %}" * 120,
+        "{{ " + "9" * 5000 + " }}",
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+        "{{ f(a=1, a=2) }}",
+        5,
+    ],
+)
+def test_a_broken_template_is_a_template_error(source: Any) -> None:
     with pytest.raises(TemplateError):
         rendered(source)
 
@@ -405,6 +419,13 @@ def test_a_files_template_and_special_tokens_are_used() -> None:
 def test_the_default_of_several_named_templates_is_used() -> None:
     file = fake_file({}, {"chat_templates": {"tool_use": "t", "default": "d"}})
     assert template_for(file, vocabulary()).render(HI) == "d"
+
+
+@pytest.mark.parametrize("default", [5, ["x"], {}])
+def test_a_named_template_that_is_not_text_is_refused_when_used(default: Any) -> None:
+    template = template_for(fake_file({}, {"chat_templates": {"default": default}}), vocabulary())
+    with pytest.raises(TemplateError, match="accepted is Jinja source"):
+        template.render(HI)
 
 
 def test_a_broken_template_does_not_keep_a_file_from_opening() -> None:
