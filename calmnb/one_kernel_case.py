@@ -87,22 +87,32 @@ class Case:
         self.expected = _product_f64(stored, dtype, x[: layer.cols].astype(np.float64))
         pitch = -(-stored.nbytes // _STEP) * _STEP
         copies = max(2, -(-arena_bytes // pitch))
-        arena = gpu.allocate(copies * pitch)
-        self.copies = [arena + i * pitch for i in range(copies)]
-        self.x, self.y = gpu.allocate(x.nbytes), gpu.allocate(4 * (layer.rows + _GUARD))
-        self.host = gpu.pinned(4 * (layer.rows + _GUARD))
-        self._held = [arena, self.x, self.y, self.host.ctypes.data]
-        staging = gpu.pinned(stored.nbytes)
-        staging[:] = stored.reshape(-1).view(np.uint8)
-        for copy in self.copies:
-            gpu.to_device(copy, staging)
-        gpu.wait()
-        gpu.release(staging.ctypes.data)
-        staged_x = gpu.pinned(x.nbytes)
-        staged_x[:] = x.view(np.uint8)
-        gpu.to_device(self.x, staged_x)
-        gpu.wait()
-        gpu.release(staged_x.ctypes.data)
+        self._held: list[int] = []
+        try:
+            arena, self.x, self.y = (self._allocate(n) for n in (copies * pitch, x.nbytes, 4 * (layer.rows + _GUARD)))
+            self.host = gpu.pinned(4 * (layer.rows + _GUARD))
+            self._held.append(self.host.ctypes.data)
+            self.copies = [arena + i * pitch for i in range(copies)]
+            self._put(stored, self.copies)
+            self._put(x, [self.x])
+        except BaseException:  # the caller has nothing to close yet
+            self.close()
+            raise
+
+    def _allocate(self, nbytes: int) -> int:
+        address = self.gpu.allocate(nbytes)
+        self._held.append(address)
+        return address
+
+    def _put(self, data: np.ndarray, addresses: list[int]) -> None:
+        staging = self.gpu.pinned(data.nbytes)
+        try:
+            staging[:] = data.reshape(-1).view(np.uint8)
+            for address in addresses:
+                self.gpu.to_device(address, staging)
+        finally:
+            self.gpu.wait()
+            self.gpu.release(staging.ctypes.data)
 
     def launch(self, kernel: CompiledKernel, p: Plan, weights: int, *, dependent: bool = False) -> Launch:
         """A launch of `kernel` on the copy at `weights`."""

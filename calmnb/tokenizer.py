@@ -13,15 +13,16 @@ import codecs
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-from calmnb.errors import ConfigError, FormatError
+from calmnb.errors import CalmnbError, ConfigError, FormatError
 
 if TYPE_CHECKING:
     from calmnb.checkpoint import CalmFile
 
-__all__ = ["StreamDecoder", "Tokenizer", "split_at", "tokenizer_for"]
+__all__ = ["StreamDecoder", "Tokenizer", "library_errors", "split_at", "tokenizer_for"]
 
 SpaceRule = Literal["keep", "start", "after_bos"]
 
@@ -84,6 +85,8 @@ class Tokenizer(ABC):
         ------
         ConfigError
             If `text` is not a string, or holds a lone surrogate, which UTF-8 cannot express.
+        FormatError
+            If the tokenizer turns out to be damaged.
         """
         if not isinstance(text, str):
             raise ConfigError(f"encode: text is a {type(text).__name__}; accepted is a str")
@@ -204,6 +207,20 @@ def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
     """Pattern that matches any of `texts`, longer ones first; None when there are none."""
     ordered = sorted((t for t in texts if t), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+@contextmanager
+def library_errors(problem: str, remedy: str) -> Iterator[None]:
+    """Turn whatever the ``tokenizers`` library raises in the block into a `FormatError`: "problem (error); remedy".
+
+    It raises bare Exception, and panics, which are no Exception, on files it does not check.
+    """
+    try:
+        yield
+    except (CalmnbError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise FormatError(f"{problem} ({error}); {remedy}") from error
 
 
 def tokenizer_for(file: CalmFile) -> Tokenizer:

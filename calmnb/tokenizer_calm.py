@@ -6,7 +6,8 @@ This back end gives the ids calm gives (SPEC_calm.md 5.2), ties included, except
 * a character that is not in the vocabulary is spelled with single-byte tokens where the vocabulary has them (byte-level
   models), and a warning is given where it must be dropped;
 * control tokens that are not written ``<|...|>`` (``<start_of_turn>``, ``</s>``, ``[INST]``) are recognised;
-* nothing is merged across a control token.
+* nothing is merged across a control token;
+* byte tokens (``<0x00>`` and the 255 ids after it) count only where all of them fit.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class CalmTokenizer(Tokenizer):
         self.vocab_size = len(tokens)
         self.bos_id, self.eos_id = bos_id, eos_id
         self.adds_bos = bos_id >= 0
-        self._fallback = self._ids.get(b"<0x00>", -1)
+        first_byte = self._ids.get(b"<0x00>", -1)
+        self._fallback = first_byte if first_byte + 256 <= len(tokens) else -1
         self.specials = {text: i for token, i in self._ids.items() if (text := self._special_text(token, i))}
         self._pattern = any_of(self.specials)
 

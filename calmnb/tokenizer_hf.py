@@ -9,12 +9,13 @@ from typing import Any
 
 import tokenizers
 
-from calmnb.errors import FormatError, UnsupportedError
-from calmnb.tokenizer import Tokenizer
+from calmnb.errors import UnsupportedError
+from calmnb.tokenizer import Tokenizer, library_errors
 
 __all__ = ["HfTokenizer", "byte_alphabet"]
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REMEDY = "convert the model again from an undamaged source"
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -51,14 +52,13 @@ class HfTokenizer(Tokenizer):
     """
 
     def __init__(self, source: bytes, *, bos_id: int = -1, eos_id: int = -1, adds_bos: bool | None = None) -> None:
-        try:
-            text = source.decode("utf-8")
-            description = json.loads(text)
-            self._hf = _load(text)
-        except Exception as error:  # the library raises bare Exception
-            raise FormatError(
-                f"tokenizer.json cannot be read: {error}; convert the model again from an undamaged source"
-            ) from error
+        with library_errors("tokenizer.json cannot be read", _REMEDY):
+            self._read(source, bos_id, eos_id, adds_bos)
+
+    def _read(self, source: bytes, bos_id: int, eos_id: int, adds_bos: bool | None) -> None:
+        text = source.decode("utf-8")
+        description = json.loads(text)
+        self._hf = _load(text)
         vocab: dict[str, int] = self._hf.get_vocab(with_added_tokens=True)
         self._texts = {i: t for t, i in vocab.items()}
         self.vocab_size = max(self._texts, default=-1) + 1
@@ -93,8 +93,9 @@ class HfTokenizer(Tokenizer):
         return byte_alphabet()
 
     def _encode(self, text: str, specials: bool) -> list[int]:
-        hf = self._hf if specials else self._plain
-        return list(hf.encode(text, add_special_tokens=False).ids)
+        with library_errors("tokenizer.json cannot encode the text", _REMEDY):
+            hf = self._hf if specials else self._plain
+            return list(hf.encode(text, add_special_tokens=False).ids)
 
     def id_of(self, text: str) -> int | None:
         """Id of the token that is written `text` in tokenizer.json, or None."""

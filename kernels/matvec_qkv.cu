@@ -50,7 +50,9 @@ struct QkvRows {
       const size_t at = t.at + (size_t)slot * a.head_dim;
       void* const cache = t.role == 2 ? a.vcache : a.kcache;
 #if K_KV_FORMAT == 0
-      *reinterpret_cast<__half2*>(static_cast<__half*>(cache) + at) = __floats2half2_rn(x, y);
+      constexpr float kMost = 65504.0f;  // what does not fit is stored as the largest half, as E5M2 is: Inf would spoil every later step
+      *reinterpret_cast<__half2*>(static_cast<__half*>(cache) + at) =
+          __floats2half2_rn(fminf(fmaxf(x, -kMost), kMost), fminf(fmaxf(y, -kMost), kMost));
 #else
       *reinterpret_cast<u16*>(static_cast<u8*>(cache) + at) = (u16)(encode_e5m2(x) | encode_e5m2(y) << 8);
 #endif

@@ -4,7 +4,9 @@
 // angles_rows  rope[i, j] = factor (cos, sin)((pos0 + i) f_j), in double      grid n x 128
 // norm_rows    y[i] = half(norm(x[i]) g)                                     grid n x 256
 // qkv_rows     bias, clip, rotation; q to half, k and v to the cache         grid n x 256
-// gated_rows   h = half(act(gate) * up)                                      grid (ceil(hidden / 256), n) x 256
+// gated_rows   h = half(act(gate) * up); *overflow |= 1 where half is short  grid (ceil(hidden / 256), n) x 256
+// scaled_rows  the same with a power of two of each row's own: h = half(act(gate) * up / scale)     grid n x 256
+// add_rows     x[i] += scale[i] y[i]                                         grid n x 256
 // dequantise   stored weights to half                                        any grid x 256
 // resume_row   a row of x as a decode step keeps it: x32, x16, part           grid as embed's without the angles
 
@@ -106,13 +108,45 @@ extern "C" __global__ void __launch_bounds__(256) qkv_rows(const __grid_constant
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) gated_rows(const float* gate, const float* up, __half* h, int hidden, int gelu) {
+DEVICE float activated(float z, int gelu) {
+  return gelu ? 0.5f * z * (1.0f + tanhf(0.797884560802865f * (z + 0.044715f * z * z * z))) : z / (1.0f + expf(-z));
+}
+
+extern "C" __global__ void __launch_bounds__(256) gated_rows(const float* gate, const float* up, __half* h, int hidden, int gelu, int* overflow) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i >= hidden) return;
   const long long at = static_cast<long long>(blockIdx.y) * hidden + i;
-  const float z = gate[at];
-  const float act = gelu ? 0.5f * z * (1.0f + tanhf(0.797884560802865f * (z + 0.044715f * z * z * z))) : z / (1.0f + expf(-z));
-  h[at] = __float2half_rn(act * up[at]);
+  const float x = activated(gate[at], gelu) * up[at];
+  if (!(fabsf(x) <= 65504.0f)) atomicOr(overflow, 1);
+  h[at] = __float2half_rn(x);
+}
+
+// What gated_rows cannot hold: massive activations of some models' first tokens. The products go where the gate was.
+extern "C" __global__ void __launch_bounds__(256) scaled_rows(float* gate, const float* up, __half* h, float* scale, int hidden, int gelu) {
+  __shared__ float scratch[8];
+  const long long row = static_cast<long long>(blockIdx.x) * hidden;
+  float most = 0.0f;
+  for (int i = threadIdx.x; i < hidden; i += 256) {
+    const float x = activated(gate[row + i], gelu) * up[row + i];
+    gate[row + i] = x;
+    most = fmaxf(most, fabsf(x));
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < 8; ++w) most = fmaxf(most, scratch[w]);
+  // The exponent of the largest product becomes that of 2^14 at most.
+  const int above = max(static_cast<int>(__float_as_uint(most) >> 23) - (127 + 14), 0);
+  const float down = __uint_as_float(static_cast<u32>(127 - above) << 23);
+  for (int i = threadIdx.x; i < hidden; i += 256) h[row + i] = __float2half_rn(gate[row + i] * down);
+  if (threadIdx.x == 0) scale[blockIdx.x] = __uint_as_float(static_cast<u32>(127 + above) << 23);
+}
+
+extern "C" __global__ void __launch_bounds__(256) add_rows(float* x, const float* y, const float* scale, int dim) {
+  const long long row = static_cast<long long>(blockIdx.x) * dim;
+  for (int i = threadIdx.x; i < dim; i += 256) x[row + i] += scale[blockIdx.x] * y[row + i];
 }
 
 // n weights; 8 a thread, aligned.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from calmnb.errors import CalmnbError, FormatError, UnsupportedError
+from calmnb.tokenizer import library_errors
 
 __all__ = ["Vocabulary", "byte_alphabet", "from_sentencepiece", "from_tokenizer_json", "sentencepiece_model"]
 
@@ -105,6 +106,7 @@ def _import_json(data: bytes, vocab_size: int, path: Path, flags: Mapping[int, M
     words: list[str | None] = [None] * vocab_size
     for word, index in vocab.items():
         words[index] = word
+    _check_unknown(model, vocab, path)
     decode = _piece_bytes if model.get("byte_fallback") else _alphabet_bytes
     tokens = [b"" if word is None else decode(word) for word in words]
     ids = dict(vocab)
@@ -122,13 +124,24 @@ def _import_json(data: bytes, vocab_size: int, path: Path, flags: Mapping[int, M
 
 
 def _check_loads(data: bytes, path: Path) -> None:
-    """Load the tokenizer once, so that a damaged one is found now and not when the model is first used."""
+    """Load and use the tokenizer once, so that a damaged one is found now and not when the model is first used."""
     from tokenizers import Tokenizer
 
-    try:
-        Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises bare Exception, for a merge that names no token for instance
-        raise FormatError(f"{path}: the tokenizer does not hold together ({error}); download it again") from error
+    with library_errors(f"{path}: the tokenizer does not hold together", "download it again"):
+        loaded = Tokenizer.from_buffer(data)
+        for text in ("", "a"):
+            loaded.encode(text)
+
+
+def _check_unknown(model: Mapping[str, Any], vocab: Mapping[str, int], path: Path) -> None:
+    """The token for unknown characters must exist, unless bytes can spell every character."""
+    unknown = model.get("unk_token")
+    spelled = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else list(byte_alphabet())
+    if unknown is not None and unknown not in vocab and not all(token in vocab for token in spelled):
+        raise FormatError(
+            f"{path}: the tokenizer's unk_token {unknown!r} is not in its vocabulary, so unknown characters could not be "
+            "encoded; accepted is a token of the vocabulary, or null. Download it again"
+        )
 
 
 def _merge_added(spec: dict[str, Any], flags: Mapping[int, Mapping[str, Any]], vocab_size: int) -> list[dict[str, Any]] | None:

@@ -120,6 +120,7 @@ class CudaEngine(CudaTrials):
         self.recorder: Recorder | None = None
         self._gpu: Gpu = gpu if gpu is not None else CudaDevice()
         self._closed = False
+        self._is_massive = False  # whether a prompt's activations went beyond a half
         self.info = EngineInfo("cuda", self._gpu.name, 0, "stamps")
         self._kernels = KernelSet(self._gpu.arch)
         self._attention = dict(attention or {})
@@ -179,6 +180,8 @@ class CudaEngine(CudaTrials):
         self._steps = StepGraphs(gpu, self._plans, self._kernels, self._weights, self._work, self._cache, self._ring_address)
         self._runner = StepRunner(gpu, self._steps, self._kernels, config, self.kv_dtype, self._positions.length)
         frequencies = np.ascontiguousarray(config.rope_frequencies()[0], dtype=np.float64)
+        if self._scratch:
+            self._put(self._scratch["overflow"], np.zeros(4, np.uint8))
         if frequencies.size:
             self._put(self._work["frequencies"], frequencies.view(np.uint8))
         gpu.wait()
@@ -272,7 +275,7 @@ class CudaEngine(CudaTrials):
         n_ids
             Only ids below this are chosen.
         ahead
-            Steps to queue beyond the token handed out.
+            Steps to queue beyond the token handed out, 0 to 254; beyond, it is brought there.
 
         Yields
         ------
@@ -303,7 +306,7 @@ class CudaEngine(CudaTrials):
             )
         ending: Ending = "greedy" if s.is_greedy else "draw"
         recorder, runner = self.recorder, self._runner
-        ahead = runner.ahead(recorder, ahead)
+        ahead = runner.ahead(recorder, min(max(ahead, 0), HOST_RING - 2))  # beyond, unread tokens would be written over
         for at in (pos, pos + max(n, 1) - 1):  # captured before the clock runs
             runner.prepare(ending, at, recorder)
         self._put(self._work["params"], np.frombuffer(bytes(sample_params(s, rng_state, ids)), np.uint8))
@@ -316,6 +319,8 @@ class CudaEngine(CudaTrials):
         last_event = None
         try:
             for i in range(n):
+                if self._closed:
+                    raise ConfigError("this engine was closed while it decoded; open the model again")
                 self._gpu.use()  # the caller may have moved to another thread
                 # Once the cache rolls, a step cannot be undone: then nothing runs ahead of the caller.
                 reach = i + 1 if pos + launched >= self.seq_len else min(n, i + 1 + ahead)
@@ -370,10 +375,15 @@ class CudaEngine(CudaTrials):
                 self._gpu.wait()  # the page-locked states are about to be written again
             self._states[slot] = state_words(token, pos + i, self.seq_len)
             self._gpu.to_device(self._work["state"], self._states[slot].view(np.uint8))
-            self._runner.run(last if i == len(ids) - 1 else "none", phase, pos + i, recorder)
-            if recorder is not None:
+            try:
+                self._runner.run(last if i == len(ids) - 1 else "none", phase, pos + i, recorder)
+                if recorder is not None:
+                    self._gpu.wait()
+                    self._runner.forward(recorder, phase, pos + i)
+            except BaseException:  # its times would be taken for the next step's
                 self._gpu.wait()
-                self._runner.forward(recorder, phase, pos + i)
+                self._runner.discard()
+                raise
         if last == "logits":
             self._gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
         self._gpu.wait()
@@ -381,15 +391,23 @@ class CudaEngine(CudaTrials):
 
     def _run_batch(self, ids: list[int], pos: int, rows: NDArray[np.float32] | None, *, last: bool) -> None:
         """Compute a batch of prompt tokens; logits of all of them into `rows`, or of the last one where `last`."""
-        gpu, n = self._gpu, len(ids)
+        self._put(self._scratch["tokens"], np.array(ids, np.int32).view(np.uint8))
+        if not self._is_massive and self._try_batch(len(ids), pos, rows, last=last, scaled=False):
+            # Activations beyond a half. Later batches of this model are scaled from the start.
+            self._is_massive = True
+        if self._is_massive:
+            self._try_batch(len(ids), pos, rows, last=last, scaled=True)
+        self._positions.end = pos + len(ids)
+
+    def _try_batch(self, n: int, pos: int, rows: NDArray[np.float32] | None, *, last: bool, scaled: bool) -> bool:
+        """Run and record the batch whose tokens are on the device; return whether it overflowed, and is worthless."""
+        gpu, recorder = self._gpu, self.recorder
         a = PrefillArgs(
             self.config, self.kv_dtype, self.seq_len, self._weights, self._work, self._scratch, self._cache,
             self.memory_plan.cache // (2 * self.config.n_layers),
         )  # fmt: skip
-        self._put(self._scratch["tokens"], np.array(ids, np.int32).view(np.uint8))
         kernels: list[Kernel] = []
         events = [gpu.mark()]
-        recorder = self.recorder
         ranges = None if recorder is None else self._runner.ranges("prefill", pos, self._positions.length(pos + n - 1), n)
 
         def done(kernel: Kernel) -> None:
@@ -402,7 +420,7 @@ class CudaEngine(CudaTrials):
         with nullcontext() if ranges is None else ranges:
             if ranges is not None:
                 ranges.enter(Kernel("embed", -1, ""))
-            run_prefill(gpu, self._kernels, a, n, pos, done)
+            run_prefill(gpu, self._kernels, a, n, pos, done, scaled=scaled)
             if rows is not None:
                 run_logits(gpu, self._kernels, a, rows)
             elif last:
@@ -414,12 +432,16 @@ class CudaEngine(CudaTrials):
                 gpu.launch([replace(logits, args=(args,), dependent=False)])
                 done(Kernel("output", -1, logits.kernel.name))
                 gpu.to_host(self._logits[: 4 * self.config.vocab_size], self._work["logits"])
+        overflow = self._small[:4]
+        gpu.to_host(overflow, self._scratch["overflow"])
         gpu.wait()
-        self._positions.end = pos + n
+        if overflow.any() and not scaled:
+            return True
         if recorder is not None and kernels:
             marks = np.array([gpu.between(events[0], e) for e in events]) + started
             kv_len = self._positions.length(pos + n - 1)
             recorder.add("prefill", pos, kv_len, n, tuple(kernels), marks[:-1], marks[1:], started, float(marks[-1]))
+        return False
 
     def _read_logits(self) -> NDArray[np.float32]:
         return self._logits.view(np.float32)[: self.config.vocab_size]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from calmnb.errors import DeviceError
-from calmnb.kernels import CompiledKernel
+from calmnb.kernels import CompiledKernel, KernelSpec
 
 __all__ = ["CudaDevice", "Gpu", "Launch", "pdl_default"]
 
@@ -174,7 +174,7 @@ class CudaDevice:
         self.has_pdl = self.pdl and properties["major"] >= 9
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._memory: dict[int, Any] = {}
-        self._functions: dict[int, Any] = {}
+        self._functions: dict[tuple[KernelSpec, bytes], Any] = {}
         self._modules: list[Any] = []
         self._graphs: list[Any] = []
         attribute = driver.CUlaunchAttribute()
@@ -359,9 +359,9 @@ class CudaDevice:
 
     def _function(self, kernel: CompiledKernel) -> Any:
         """Load `kernel` once; let it use all of the shared memory its launch asks for."""
-        found = self._functions.get(id(kernel))
-        if found is not None:
-            return found[0]
+        key = kernel.spec, kernel.cubin
+        if key in self._functions:
+            return self._functions[key]
         driver = self._driver
         module = self._check(driver.cuModuleLoadData(kernel.cubin), f"load {kernel.name}")
         self._modules.append(module)
@@ -382,7 +382,7 @@ class CudaDevice:
             (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
         ):
             self._check(driver.cuFuncSetAttribute(function, attribute, value), f"set up {kernel.name}")
-        self._functions[id(kernel)] = (function, kernel)  # the kernel is kept so that its id stays its own
+        self._functions[key] = function
         return function
 
     def _check(self, result: tuple[Any, ...], what: str) -> Any:

@@ -177,6 +177,8 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
                 groups *= 2  # the longest kernel, where a row's own work is much against its bytes: 16 warps
                 batch = 8 if dtype == "gf4" else 4
             geometry = fill_geometry(rows, warps, chunks, groups, device, ring_kb=64 if dtype == "gf4" else 92, batch=batch)
+            if x_registers > 16:  # activations alone take 32 or 40: rows of 16,384 and more spilled 24 to 396 bytes a thread
+                geometry = replace(geometry, max_registers=max(geometry.max_registers, 104))
             if kind == "logits" or not device.has_pdl:
                 geometry = replace(geometry, blocks_per_sm=2)
             # Short kernels fill their ring one slot at a time, out of the running kernel's way.

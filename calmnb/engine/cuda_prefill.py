@@ -116,10 +116,12 @@ def prefill_layout(config: ModelConfig, chunk: int = CHUNK) -> Layout:
             ("qkv", n * (c.q_dim + 2 * c.kv_dim) * 4),
             ("q", n * c.q_dim * 2),
             ("mixed", n * c.q_dim * 2),
-            ("gate", n * c.hidden_dim * 4),
+            ("gate", n * max(c.hidden_dim, c.dim) * 4),  # and what w2 makes of scaled rows
             ("up", n * c.hidden_dim * 4),
             ("hidden", n * c.hidden_dim * 2),
             ("tile", n * min(_OUTPUT_ROWS, c.vocab_size) * 4),
+            ("scale", n * 4),
+            ("overflow", 4),
             ("decoded", 0 if c.dtype == "fp16" else largest * 2),
         ]
     )
@@ -132,10 +134,14 @@ def run_prefill(
     n: int,
     pos: int,
     done: Callable[[Kernel], None] = lambda kernel: None,
+    *,
+    scaled: bool = False,
 ) -> None:
     """Compute the `n` tokens in ``scratch["tokens"]``, the first of which stands at `pos`.
 
     Fills the KV cache; leaves the residual rows in ``scratch["x"]``. `done` is called when the work of a stage is queued.
+    Products of gate and up beyond a half make ``scratch["overflow"]`` nonzero, and all of it worthless: then run it again
+    with `scaled`, where each row has its own power of two.
     """
     c, s, w = a.config, a.scratch, a.weights
     fmt = (("FORMAT", _FORMATS[c.dtype]), ("KV_FP8", int(a.kv_dtype == "fp8")))
@@ -204,12 +210,18 @@ def run_prefill(
             norm(f"{i}.mlp_norm")
         matmul(s["gate"], s["normed"], f"{i}.w1", c.hidden_dim, c.dim)
         matmul(s["up"], s["normed"], f"{i}.w3", c.hidden_dim, c.dim)
-        run(
-            "gated_rows", (-(-c.hidden_dim // 256), n), 256, _u64(s["gate"]), _u64(s["up"]), _u64(s["hidden"]),
-            _i32(c.hidden_dim), _i32(int(c.act_type == "gelu")),
-        )  # fmt: skip
+        sizes = (_i32(c.hidden_dim), _i32(int(c.act_type == "gelu")))
+        rows = (_u64(s["gate"]), _u64(s["up"]), _u64(s["hidden"]))
+        if scaled:
+            run("scaled_rows", (n, 1), 256, *rows, _u64(s["scale"]), *sizes)
+        else:
+            run("gated_rows", (-(-c.hidden_dim // 256), n), 256, *rows, *sizes, _u64(s["overflow"]))
         stage("matmul_ffn_up", i, "cublas_gateup")
-        matmul(s["x"], s["hidden"], f"{i}.w2", c.dim, c.hidden_dim, add=True)
+        if scaled:
+            matmul(s["gate"], s["hidden"], f"{i}.w2", c.dim, c.hidden_dim)
+            run("add_rows", (n, 1), 256, _u64(s["x"]), _u64(s["gate"]), _u64(s["scale"]), _i32(c.dim))
+        else:
+            matmul(s["x"], s["hidden"], f"{i}.w2", c.dim, c.hidden_dim, add=True)
         stage("matmul_ffn_down", i, "cublas_down")
 
 
@@ -264,7 +276,7 @@ def prefill_specs() -> list[KernelSpec]:
     """Specialisations worth compiling in a test; a file is compiled whole, so one entry stands for those beside it."""
     formats = itertools.product((0, 1, 2), (0, 1))
     specs = [KernelSpec("qkv_rows", "prefill.cu", (("FORMAT", fmt), ("KV_FP8", fp8))) for fmt, fp8 in formats]
-    names = ("embed_rows", "angles_rows", "norm_rows", "gated_rows", "dequantise", "resume_row")
+    names = ("embed_rows", "angles_rows", "norm_rows", "gated_rows", "scaled_rows", "add_rows", "dequantise", "resume_row")
     specs += [KernelSpec(name, "prefill.cu", (("FORMAT", 2), ("KV_FP8", 1))) for name in names]
     for head_dim, fp8 in itertools.product((16, 64, 100, 128, 256), (0, 1)):
         specs.append(KernelSpec("attention_prefill", "attention_prefill.cu", (("HEAD_DIM", head_dim), ("KV_FP8", fp8))))

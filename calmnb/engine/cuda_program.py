@@ -77,8 +77,9 @@ class Plans:
         return visible <= self.attention.short_max
 
     def plan(self, kind: str, region: str) -> MatvecPlan:
-        """Plan of a weight kernel for the matrix in `region`."""
-        return self.wide_matvec[kind] if region in self.wide else self.matvec[kind]
+        """Plan of a weight kernel for the matrix in `region`; gate and up are one kernel, named by the gate's region."""
+        regions = {region, region.removesuffix("w1") + "w3"} if kind == "gateup" else {region}
+        return self.wide_matvec[kind] if regions & self.wide else self.matvec[kind]
 
 
 def make_plans(

@@ -130,7 +130,7 @@ class StampRing:
         }
 
     def begin(self, kernels: Sequence[Kernel], level: StampLevel) -> None:
-        """Note that a step with these kernels, stamped at `level`, is about to be queued."""
+        """Note that a step with these kernels, stamped at `level`, was queued."""
         self._queued.append((kernels, level))
 
     def skip(self) -> None:

@@ -45,7 +45,8 @@ class EmulatedGpu(FakeGpu):
 
     def matmul(self, out: int, x: int, weights: int, rows: int, outputs: int, inputs: int, *, add: bool) -> None:
         left, right = _at(x, np.float16, rows, inputs), _at(weights, np.float16, outputs, inputs)
-        product = left.astype(np.float32) @ right.astype(np.float32).T
+        with np.errstate(invalid="ignore", over="ignore"):
+            product = left.astype(np.float32) @ right.astype(np.float32).T
         target = _at(out, np.float32, rows, outputs)
         target[...] = target + product if add else product
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from calmnb.checkpoint import open_calm
 from calmnb.convert import convert
+from calmnb.convert.vocabulary import byte_alphabet
 from calmnb.errors import CalmnbError, FormatError, UnsupportedError
 from tests.hf_models import edit_json, save, tiny_model, tiny_tokenizer
 
@@ -69,6 +71,36 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(checkpoint: Path, out: Path,
     (checkpoint / "tokenizer.json").write_text(text)
     with pytest.raises(CalmnbError, match=r"tokenizer\.json"):
         convert(checkpoint, out)
+
+
+@pytest.mark.parametrize(
+    ("model", "normalizer", "message"),
+    [
+        ({"unk_token": "<unk>"}, None, "unk_token '<unk>'"),
+        ({"unk_token": "<unk>", "byte_fallback": True}, None, "unk_token '<unk>'"),
+        ({}, {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "does not hold together"),
+        ({}, {"type": "Prepend", "prepend": ""}, "does not hold together"),
+    ],
+)
+def test_a_tokenizer_that_would_fail_in_use_is_refused(
+    checkpoint: Path, out: Path, model: dict[str, Any], normalizer: Any, message: str
+) -> None:
+    spec = tiny_tokenizer()
+    spec["model"] |= model
+    spec["normalizer"] = normalizer
+    (checkpoint / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(FormatError, match=message):
+        convert(checkpoint, out)
+
+
+def test_an_unknown_token_may_be_missing_where_bytes_spell_everything(checkpoint: Path, out: Path) -> None:
+    checkpoint = save(tiny_model("llama", vocab_size=256), checkpoint.parent / "bytes")
+    spec = tiny_tokenizer()
+    vocab = {character: index for index, character in enumerate(byte_alphabet())}
+    spec |= {"added_tokens": [], "model": {"type": "BPE", "unk_token": "<unk>", "vocab": vocab, "merges": []}}
+    (checkpoint / "tokenizer.json").write_text(json.dumps(spec))
+    with open_calm(convert(checkpoint, out)) as file:
+        assert len(file.token_bytes) == 256
 
 
 def test_byte_fallback_pieces_become_text_and_spaces(checkpoint: Path, out: Path) -> None:

@@ -350,6 +350,29 @@ def test_run_ahead_is_bounded(ahead: int) -> None:
     assert engine._positions.end == 5
 
 
+def test_a_caller_slower_than_the_gpu_loses_no_token() -> None:
+    """However far it may run ahead, no step writes over a token that was not read."""
+    engine = open_engine(gpu=sampling_gpu(), seq_len=700)
+    assert [d.pos for d in engine.decode_many(3, 0, 600, ahead=300)] == list(range(1, 601))
+
+
+def test_closing_in_the_middle_of_decoding_is_told() -> None:
+    engine = open_engine(gpu=sampling_gpu())
+    run = engine.decode_many(3, 0, 20)
+    next(run)
+    engine.close()
+    with pytest.raises(ConfigError, match="was closed while it decoded"):
+        next(run)
+
+
+def test_up_and_gate_are_one_kernel_wide_if_either_is() -> None:
+    for wide in ("0.w1", "0.w3"):
+        plans = make_plans(CONFIG, "fp16", 64, "stop", "sm_90", 132, wide=frozenset({wide}))
+        assert plans.plan("gateup", "0.w1").wide
+        assert not plans.plan("gateup", "1.w1").wide
+        assert not plans.plan("down", "0.w2").wide
+
+
 def test_nothing_runs_ahead_of_the_caller_once_the_cache_rolls() -> None:
     gpu, launched = FakeGpu(), []
     gpu.on_run = lambda launches: (launched.append(1), deliver(launches, lambda pos: 1))[1]

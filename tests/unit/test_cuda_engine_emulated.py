@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -174,3 +175,52 @@ def test_plans_of_gpus_that_no_test_runs_on(open_engine: Open, arch: str, change
         assert relative(engine.prefill(tokens), expected) < limit
         chosen = list(engine.decode_many(tokens[-1], 35, 10, sampling=sampling, rng_state=5, history=tokens))
     assert [t.pos for t in chosen] == list(range(36, 46))
+
+
+def scaled_weights(config: Any, up: float, down: float, *, gate: float = 1.0) -> Any:
+    """Random weights with the FFN's matrices multiplied."""
+    factors = {"w1": gate, "w3": up, "w2": down}
+    weights = random_weights(config)
+    layers = [
+        replace(layer, **{name: (getattr(layer, name) * np.float16(by)).astype(np.float16) for name, by in factors.items()})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=tuple(layers))
+
+
+def test_a_prompt_with_massive_activations_is_what_its_steps_are(open_engine: Open) -> None:
+    """act(gate) * up of some tokens is beyond a half's 65504; alone they were computed well, in a batch they became NaN."""
+    weights = scaled_weights(BASE.replace(**SMALL, vocab_size=64), up=200.0, down=2.0**-10, gate=200.0)
+    tokens = tokens_for(weights.config, 24)
+    reference = ReferenceEngine(weights, seq_len=24)
+    expected = reference.prefill(tokens, all_logits=True)
+    with open_engine(weights, seq_len=24) as engine:
+        stepped = np.stack([engine.step(token, pos).copy() for pos, token in enumerate(tokens)])
+        for _ in range(2):  # the second time it is known
+            engine.reset()
+            together = engine.prefill(tokens, all_logits=True).copy()
+            assert relative(together, expected) < 2 * TOLERANCE
+        engine.reset()
+        last = engine.prefill(tokens).copy()
+    assert relative(stepped, expected) < 2 * TOLERANCE
+    assert relative(last, expected[-1]) < 2 * TOLERANCE
+
+
+def test_up_alone_may_need_the_wide_kernel(open_engine: Open) -> None:
+    weights = scaled_weights(BASE.replace(**SMALL, vocab_size=64), up=1.0, down=2.0**-12)
+    weights.layers[0].w3[3] = np.float16(20000.0) * np.sign(weights.layers[0].w3[3])
+    reference = ReferenceEngine(weights, seq_len=8)
+    with open_engine(weights, seq_len=8) as engine:
+        for pos, token in enumerate(tokens_for(weights.config, 6)):
+            assert relative(engine.step(token, pos), reference.step(token, pos)) < 2 * TOLERANCE, f"position {pos}"
+
+
+def test_keys_and_values_beyond_a_half_are_stored_as_the_largest(open_engine: Open) -> None:
+    weights = random_weights(BASE.replace(**SMALL, vocab_size=64), bias=True)
+    c = weights.config
+    for layer in weights.layers:
+        layer.qkv_bias[c.q_dim + c.kv_dim + 5] = 7e4
+    reference = ReferenceEngine(weights, seq_len=8)
+    with open_engine(weights, seq_len=8) as engine:
+        for pos, token in enumerate(tokens_for(c, 6)):
+            assert relative(engine.step(token, pos), reference.step(token, pos)) < 2 * TOLERANCE, f"position {pos}"

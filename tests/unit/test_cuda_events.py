@@ -437,3 +437,29 @@ def test_names_of_ranges_are_read_back() -> None:
     assert step_of_range(step_name("prefill", 3, 27, 24)) == ("prefill", 3, 27, 24)
     assert layer_of_range("layer 3") == 3
     assert stage_of_range("matmul_qkv") == "matmul_qkv"
+
+
+def test_an_interrupted_step_leaves_no_times_behind() -> None:
+    """Ctrl-C while a recorded step was waited for: the steps after it got the times of the steps before them."""
+    engine, recorder = open_engine()
+    gpu: Any = engine._gpu
+    engine.step(1, 0)
+    wait = gpu.wait
+    calls = iter([None, None, KeyboardInterrupt()])  # a step waits for its times and for its logits
+
+    def interrupted() -> None:
+        wait()
+        if (error := next(calls, None)) is not None:
+            raise error
+
+    gpu.wait = interrupted
+    engine.step(2, 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(2, 2)
+    gpu.wait = wait
+    engine.recorder = after = Steps()
+    engine.step(3, 2)
+    list(engine.decode_many(4, 3, 3))
+    assert [step[1] for step in after.steps] == [2, 3, 4, 5]
+    assert [step[4][-1].stage for step in after.steps] == ["output", "sample", "sample", "sample"]
+    assert after.steps[0][-2] >= recorder.steps[-1][-1]

@@ -6,6 +6,7 @@ compiler version, so under another one only spills count.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -57,6 +58,8 @@ def plans(arch: str) -> dict[str, MatvecPlan]:
         out[f"experts {dtype} gateup"] = plan_matvec("gateup", dtype, 2 * 28672, 4096, device, norm=1, moe=True)
         out[f"experts {dtype} down"] = plan_matvec("down", dtype, 4096, 14336, device, moe=True)
         out[f"fp8 cache {dtype} qkv"] = plan_matvec("qkv", dtype, 6144, 4096, device, norm=1, kv_dtype="fp8", stamps=True)
+    for dtype, (dim, hidden) in itertools.product(("fp8", "gf4"), ((8192, 28672), (3584, 18944))):  # 70B, Qwen2.5-7B
+        out[f"long rows {dtype} {hidden}"] = plan_matvec("down", dtype, dim, hidden, device)  # type: ignore[arg-type]
     return out
 
 

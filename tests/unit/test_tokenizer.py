@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from calmnb.errors import ConfigError, FormatError, UnsupportedError
-from calmnb.tokenizer import Tokenizer, tokenizer_for
+from calmnb.tokenizer import Tokenizer, library_errors, tokenizer_for
 from calmnb.tokenizer_calm import CalmTokenizer
 from calmnb.tokenizer_hf import HfTokenizer, byte_alphabet
 from calmnb.tokenizer_sp import SpTokenizer
@@ -289,6 +289,27 @@ def test_a_damaged_tokenizer_json_is_a_format_error() -> None:
             HfTokenizer(source)
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "a"),
+        ({"normalizer": {"type": "Prepend", "prepend": ""}}, ""),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}}, "a" * 40 + "b"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "<unk>"}, "post_processor": None}, "é"),
+    ],
+)
+@pytest.mark.parametrize("specials", [True, False])
+def test_what_the_library_trips_over_is_a_format_error(changes: dict[str, Any], text: str, specials: bool) -> None:
+    description = {**json.loads(byte_level_json().to_str()), "added_tokens": [], **changes}
+    with pytest.raises(FormatError, match=r"tokenizer\.json cannot"):
+        HfTokenizer(json.dumps(description).encode(), adds_bos=False).encode(text, specials=specials)
+
+
+def test_interruptions_pass_through_a_tokenizer() -> None:
+    with pytest.raises(KeyboardInterrupt), library_errors("x", "y"):
+        raise KeyboardInterrupt
+
+
 def test_a_decoder_of_another_kind_is_named() -> None:
     source = byte_level_json()
     source.decoder = decoders.WordPiece()
@@ -378,6 +399,14 @@ def test_a_better_merge_to_the_right_goes_first() -> None:
 @pytest.mark.parametrize(("text", "expected"), [("aéb", [1, 259, 198, 172, 260]), ("€", [1, 229, 133, 175]), ("ab", [1, 261])])
 def test_unknown_characters_fall_back_to_bytes(text: str, expected: list[int]) -> None:
     assert calm(FALLBACK, bos_id=1).encode(text) == expected
+
+
+@pytest.mark.parametrize("after", [0, 1, 254])
+def test_byte_tokens_that_do_not_fit_are_not_used(after: int) -> None:
+    t = calm([*"abc", "<0x00>", *"x" * after])
+    with pytest.warns(UserWarning, match=r"U\+00E9"):
+        assert t.encode("abcé") == [0, 1, 2]
+    assert t.decode([3]) == "<0x00>"
 
 
 def test_a_character_that_cannot_be_expressed_is_dropped_with_a_warning() -> None:
