@@ -13,9 +13,10 @@ from calmnb.cli.common import (
     KvDtype,
     Threads,
     app,
+    check_outputs,
     console,
-    error_console,
     load_model,
+    note,
     one_of,
     print_json,
     table,
@@ -55,6 +56,7 @@ def verify_profile(
     """
     from calmnb.profile.verify_report import fidelity_markdown
 
+    check_outputs({"--out": out}, [model])
     found = _measure(model, shape, dtype, at, steps, kv_dtype, device, threads, with_ncu, with_cupti)
     if out:
         write_text(out, fidelity_markdown(found, command=_command(model, shape, dtype, at, kv_dtype)))
@@ -63,7 +65,7 @@ def verify_profile(
     else:
         _show(found)
         if out:
-            error_console().print(f"[dim]wrote {out}[/]", highlight=False, soft_wrap=True)
+            note(f"wrote {out}")
     if found.failed:
         raise typer.Exit(1)
 
@@ -142,4 +144,4 @@ def _show(found: Fidelity) -> None:
 
 
 def _say(line: str) -> None:
-    error_console().print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
+    note(line)
