@@ -37,6 +37,7 @@ _FORMAT = "calmnb session"
 _VERSION = 1
 _MAX_BYTES = 1 << 32  # unpacked; a session of a million steps of a 7B model is half of this
 _MAX_SECONDS = 1e12  # clocks of GPUs count nanoseconds since 1970: 1.8e9 s
+_MAX_AMOUNT = 1e30  # so that no sum or rate overflows
 _S = TypeVar("_S", bound="Session")
 
 _TEXTS = frozenset({"phase", "stage", "kernel", "source", "text"})
@@ -163,8 +164,9 @@ def _check_columns(frame: pd.DataFrame, table: str, columns: Iterable[str]) -> N
         unknown = np.isnan(values) if name == "interval_s" else False
         if not np.all(np.isfinite(values) | unknown):
             raise ValueError(f"column {table}.{name} holds nan or infinity; accepted are {wanted}")
-        if seconds and np.any(np.abs(values) > _MAX_SECONDS):
-            raise ValueError(f"column {table}.{name} holds times beyond {_MAX_SECONDS:.0e} s")
+        largest = _MAX_SECONDS if seconds else _MAX_AMOUNT
+        if values.dtype.kind == "f" and np.any(np.abs(values) > largest):
+            raise ValueError(f"column {table}.{name} holds values beyond {largest:.0e}; accepted are {wanted} below it")
         if (table, name) == ("steps", "step") and len(np.unique(values)) < len(values):
             raise ValueError("column steps.step holds a number twice; each step has its own")
 

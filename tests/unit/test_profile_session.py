@@ -155,6 +155,7 @@ def test_columns_of_another_kind_are_named(session: Session, tmp_path: Path, col
         ("steps", {"step": 0}, "twice"),
         ("steps", {"interval_s": np.inf}, "infinity"),
         ("events", {"start_s": 1e308}, "beyond"),
+        ("events", {"bytes_min": -1e308}, "beyond"),
     ],
 )
 def test_values_no_recorder_writes_are_refused(
