@@ -79,7 +79,6 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(checkpoint: Path, out: Path,
         ({"unk_token": "<unk>"}, None, "unk_token '<unk>'"),
         ({"unk_token": "<unk>", "byte_fallback": True}, None, "unk_token '<unk>'"),
         ({}, {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "does not hold together"),
-        ({}, {"type": "Prepend", "prepend": ""}, "does not hold together"),
     ],
 )
 def test_a_tokenizer_that_would_fail_in_use_is_refused(

@@ -293,7 +293,6 @@ def test_a_damaged_tokenizer_json_is_a_format_error() -> None:
     ("changes", "text"),
     [
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "a"),
-        ({"normalizer": {"type": "Prepend", "prepend": ""}}, ""),
         ({"normalizer": {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}}, "a" * 40 + "b"),
         ({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "<unk>"}, "post_processor": None}, "é"),
     ],
