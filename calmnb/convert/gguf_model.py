@@ -52,7 +52,7 @@ def read_gguf(path: Path) -> Source:
         return _read(file, path)
     except BaseException as error:
         file.close()
-        if isinstance(error, TypeError | ValueError | AttributeError | OverflowError) and not isinstance(error, CalmnbError):
+        if isinstance(error, TypeError | ValueError | AttributeError | ArithmeticError) and not isinstance(error, CalmnbError):
             # A value of another type than its key promises: a list of strings for numbers, a string for a number.
             raise FormatError(f"{path}: the metadata hold a value of the wrong type ({error}); the file is damaged") from error
         raise
@@ -154,7 +154,10 @@ def _read_config(file: GgufFile, path: Path) -> ModelConfig:
     except (ConfigError, TypeError) as error:
         raise FormatError(f"{path}: {error}") from error
     scaling = _read_scaling(metadata, str(family), config, file, path)
-    return config if scaling is None else config.replace(rope_scaling=check_scaling(scaling, path))
+    try:
+        return config if scaling is None else config.replace(rope_scaling=check_scaling(scaling, path))
+    except ConfigError as error:
+        raise FormatError(f"{path}: {error}") from error
 
 
 def _shortest(value: float) -> float:
