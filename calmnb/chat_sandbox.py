@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import ctypes
 import json
-import operator
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from functools import partial
-from types import MethodType
 from typing import Any, NoReturn
 
 import jinja2
@@ -35,24 +33,34 @@ import jinja2.runtime
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
-from jinja2.utils import Namespace
 from markupsafe import Markup
 
+from calmnb.chat_costs import (
+    COMPARING_TESTS,
+    MAX_CHARS,
+    METHOD_COSTS,
+    TooBig,
+    check_percent_format,
+    check_shown,
+    check_size,
+    check_steps,
+    checked_result,
+    checked_test,
+    compare_values,
+    entries_cost,
+    finalize,
+    join_filter,
+    join_texts,
+    measured_filter,
+    sum_values,
+    text_of,
+)
 from calmnb.errors import TemplateError
 
 __all__ = ["MAX_CHARS", "MAX_SECONDS", "compile_template", "render"]
 
-#: Characters that any intermediate string and the result may have, on top of what is put in.
-MAX_CHARS = 4_000_000
 #: Seconds that rendering may take.
 MAX_SECONDS = 1.5
-
-#: Character comparisons that one search may need at worst: text times needle. str.rfind really takes so many.
-_MAX_STEPS = 10**8
-#: Digits of a number in a text, whatever its base; Python's own limit holds for some bases only.
-_MAX_DIGITS = 4300
-#: Entries of a dict that is made in one call: integers can be chosen so that all of them collide.
-_MAX_ENTRIES = 2000
 
 _DROPPED_FILTERS = (
     "center",
@@ -66,15 +74,10 @@ _DROPPED_FILTERS = (
     "batch",
     "slice",
 )
-_PERCENT_FIELD = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d+)?(?:\.(\*|\d+))?")
 
 
 class _Raised(Exception):
     """The template called raise_exception."""
-
-
-class _TooBig(Exception):
-    """An operation would exceed MAX_CHARS."""
 
 
 class _TimeUp(BaseException):
@@ -125,7 +128,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any], *, max_secon
             pieces, size = [], 0
             for piece in template.generate(**variables):
                 size += len(piece)
-                _check_size(size)
+                check_size(size)
                 pieces.append(piece)
             return "".join(pieces)
     except _TimeUp:
@@ -134,7 +137,7 @@ def render(template: jinja2.Template, variables: Mapping[str, Any], *, max_secon
         ) from None
     except _Raised as error:
         raise TemplateError(f"the chat template refuses these messages: {_shortened(error)}") from None
-    except (_TooBig, MemoryError, OverflowError) as error:
+    except (TooBig, MemoryError, OverflowError) as error:
         raise TemplateError(f"the chat template was stopped: {error or 'out of memory'}") from None
     except SecurityError as error:
         raise TemplateError(f"the chat template reaches for what it may not touch: {error}") from None
@@ -239,7 +242,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            finalize=_finalize,
+            finalize=finalize,
             extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         for name in _DROPPED_FILTERS:
@@ -247,14 +250,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals.pop("lipsum", None)
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
-        self.filters |= {"tojson": _tojson, "sum": _sum, "join": _join_filter}
+        self.filters |= {"tojson": _tojson, "sum": sum_values, "join": join_filter}
         for name, function in self.filters.items():
-            self.filters[name] = _measured(function, name)
+            self.filters[name] = measured_filter(function, name)
         tests: dict[str, Any] = self.tests
-        for name, operation in _COMPARING_TESTS.items():
-            tests[name] = partial(_compare, operation)
+        for name, operation in COMPARING_TESTS.items():
+            tests[name] = partial(compare_values, operation)
         for name in ("divisibleby", "even", "odd", "lower", "upper"):
-            tests[name] = _checked_test(tests[name], numbers=name not in ("lower", "upper"))
+            tests[name] = checked_test(tests[name], numbers=name not in ("lower", "upper"))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
         """Refuse at once; Jinja would let a template print such an attribute as nothing."""
@@ -263,19 +266,19 @@ class _Environment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Join rendered pieces; Jinja calls it for macros and ``{% set %}`` blocks."""
-        return _join("", parts)
+        return join_texts("", parts)
 
     @staticmethod
     def join_values(parts: Iterable[Any]) -> str:
         """Join values as the ``~`` operator does."""
-        return _join("", map(_text_of, parts))
+        return join_texts("", map(text_of, parts))
 
     @staticmethod
     def compare(left: Any, *rest: Any) -> Any:
         """``left op right op right ...`` as Python chains it, with Jinja's names of the operators."""
         result: Any = True
         for operation, right in zip(rest[::2], rest[1::2], strict=True):
-            result = _compare(operation, left, right)
+            result = compare_values(operation, left, right)
             if not result:
                 break
             left = right
@@ -283,7 +286,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """Measure a key, then look it up."""
-        return super().getitem(obj, _finalize(argument))
+        return super().getitem(obj, finalize(argument))
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         """Measure an operation, then do it."""
@@ -292,20 +295,20 @@ class _Environment(ImmutableSandboxedEnvironment):
             for a, b in ((left, right), (right, left)):
                 if isinstance(b, int) and isinstance(a, Sequence):
                     # A list of big strings grows again when it is shown, so lists are held shorter.
-                    _check_size(len(a) * max(b, 0) * (1 if isinstance(a, (str, bytes)) else 100))
+                    check_size(len(a) * max(b, 0) * (1 if isinstance(a, (str, bytes)) else 100))
             if integers:
-                _check_size((left.bit_length() + right.bit_length()) * 1000)
+                check_size((left.bit_length() + right.bit_length()) * 1000)
         elif operator == "**":
             if integers:
-                _check_size(left.bit_length() * max(right, 0) * 1000)
+                check_size(left.bit_length() * max(right, 0) * 1000)
         elif operator == "+":
             if isinstance(left, Sequence) and isinstance(right, Sequence):
-                _check_size(len(left) + len(right))
+                check_size(len(left) + len(right))
         elif integers:
             if operator != "-":
-                _check_steps(left.bit_length() * right.bit_length() // 100)
+                check_steps(left.bit_length() * right.bit_length() // 100)
         elif operator == "%" and isinstance(left, (str, bytes)):
-            _check_percent_format(left, right)
+            check_percent_format(left, right)
         elif operator == "-" and isinstance(left, Set):
             raise TypeError("sets cannot be subtracted")  # the result has methods that hash what is chosen to collide
         return super().call_binop(context, operator, left, right)
@@ -330,17 +333,17 @@ class _Environment(ImmutableSandboxedEnvironment):
             return super().call(__context, __obj, *args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}  # Jinja's own
         if args or given:
-            _check_shown(*args, *given.values())
+            check_shown(*args, *given.values())
         name, owner = getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None)
-        cost = _METHOD_COSTS.get(name)
+        cost = METHOD_COSTS.get(name)
         if (cost is not None and isinstance(owner, (str, bytes, int, type))) or __obj is dict:
             if args and (name in ("join", "fromkeys") or __obj is dict) and not isinstance(args[0], (Mapping, str, bytes)):
                 args = (list(args[0]), *args[1:])
-                _check_shown(args[0])
-            (cost or _entries_cost)(owner, *args, **given)
+                check_shown(args[0])
+            (cost or entries_cost)(owner, *args, **given)
         elif isinstance(owner, (Sequence, Set)) and name in ("index", "count", "isdisjoint"):
-            _check_shown(owner)
-        return _checked_result(super().call(__context, __obj, *args, **kwargs))
+            check_shown(owner)
+        return checked_result(super().call(__context, __obj, *args, **kwargs))
 
 
 class _Formatter(SandboxedFormatter):
@@ -351,14 +354,14 @@ class _Formatter(SandboxedFormatter):
         return super().vformat(format_string, args, kwargs)
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        return super().convert_field(_finalize(value), conversion)
+        return super().convert_field(finalize(value), conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         if re.search(r"\d{5}", format_spec):
-            raise _TooBig("a format asks for a field that is wider than 9999 characters")
-        text = super().format_field(_finalize(value), format_spec)
+            raise TooBig("a format asks for a field that is wider than 9999 characters")
+        text = super().format_field(finalize(value), format_spec)
         self._size += len(text)
-        _check_size(self._size)
+        check_size(self._size)
         return text
 
 
@@ -372,7 +375,7 @@ def _raise_exception(message: object) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     if len(form) > 1000 or re.search(r"%[^A-Za-z%]*\d{3}", form):
-        raise _TooBig("strftime_now takes up to 1000 characters, without wide fields")
+        raise TooBig("strftime_now takes up to 1000 characters, without wide fields")
     return datetime.now().strftime(form)
 
 
@@ -380,289 +383,7 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     if isinstance(indent, int):
-        _check_size(indent * 1000)
+        check_size(indent * 1000)
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     # Only in pieces can be measured what is put between the values.
-    return encoder.encode(value) if indent is None and separators is None else _join("", encoder.iterencode(value))
-
-
-# --- the cost of an operation, before it is done ---------------------------------------------------------------------
-
-
-def _check_size(size: float) -> None:
-    if size > MAX_CHARS:
-        raise _TooBig(f"it makes something larger than {MAX_CHARS:,} characters")
-
-
-def _check_steps(steps: float) -> None:
-    if steps > _MAX_STEPS:
-        raise _TooBig("an operation takes too long; search for shorter texts and calculate with smaller numbers")
-
-
-def _check_shown(*values: Any) -> int:
-    """Characters that `values` have when shown, which bounds the work of comparing and hashing them too.
-
-    A list that holds a list twice shows it twice, so the count doubles with each level: it stops at MAX_CHARS.
-    """
-    size, left = 0, list(values)
-    while left:
-        value = left.pop()
-        inside: Iterable[Any] = ()
-        if isinstance(value, (str, bytes)):
-            size += len(value)
-        elif isinstance(value, int):
-            size += value.bit_length() // 3
-        elif isinstance(value, Mapping):
-            size += 4 * len(value)
-            inside = (*value.keys(), *value.values())
-        elif isinstance(value, (list, tuple, Set, ValuesView)):
-            size += 2 * len(value)
-            inside = value
-        elif isinstance(value, Namespace):
-            inside = (value._Namespace__attrs,)
-        elif isinstance(value, MethodType):
-            inside = (value.__self__,)
-        size += 2
-        _check_size(size)
-        left.extend(inside)
-    return size
-
-
-_PLAIN = (str, bytes, int, float, type(None))
-
-
-def _finalize(value: Any) -> Any:
-    """`value`, which is about to be shown or hashed."""
-    if not isinstance(value, _PLAIN):
-        _check_shown(value)
-    return value
-
-
-def _text_of(value: Any) -> str:
-    return str(_finalize(value))
-
-
-def _checked_result(value: Any) -> Any:
-    if isinstance(value, (str, bytes)):
-        _check_size(len(value))
-    return value
-
-
-def _join(glue: str, parts: Iterable[str]) -> str:
-    kept, size = [], 0
-    for part in parts:
-        size += len(part) + len(glue)
-        _check_size(size)
-        kept.append(part)
-    return glue.join(kept)
-
-
-_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
-    **{"eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge, "lt": operator.lt, "lteq": operator.le},
-    "in": lambda a, b: a in b,
-    "notin": lambda a, b: a not in b,
-}
-_COMPARING_TESTS = {
-    **{"==": "eq", "eq": "eq", "equalto": "eq", "!=": "ne", "ne": "ne", "in": "in"},
-    **{">": "gt", "gt": "gt", "greaterthan": "gt", ">=": "gteq", "ge": "gteq"},
-    **{"<": "lt", "lt": "lt", "lessthan": "lt", "<=": "lteq", "le": "lteq"},
-}
-
-
-def _compare(operation: str, left: Any, right: Any) -> Any:
-    if operation in ("in", "notin"):
-        if isinstance(right, (str, bytes)):
-            _search_cost(right, left)
-        elif isinstance(right, Mapping):
-            _finalize(left)
-        else:
-            _check_shown(left, right)
-    elif not isinstance(left, _PLAIN) and not isinstance(right, _PLAIN):
-        _check_shown(left, right)
-    return _COMPARISONS[operation](left, right)
-
-
-def _checked_test(function: Callable[..., Any], *, numbers: bool) -> Callable[..., Any]:
-    """A test that takes numbers only, or shows what it is given."""
-
-    def test(*values: Any) -> Any:
-        if not numbers:
-            _check_shown(*values)
-        elif not all(isinstance(value, (int, float)) for value in values):
-            raise TypeError("even, odd and divisibleby take numbers")
-        else:
-            _check_steps(sum(value.bit_length() for value in values if isinstance(value, int)) * 1000)
-        return function(*values)
-
-    return test
-
-
-def _check_percent_format(form: str | bytes, values: Any) -> None:
-    """A ``%`` format may not ask for wide fields."""
-    text = form if isinstance(form, str) else form.decode("latin-1")
-    fields = text.count("%")
-    _check_steps(fields * len(text))
-    size = len(text) + _check_shown(values)
-    for number in (number for match in _PERCENT_FIELD.finditer(text) for number in match.groups()):
-        if number == "*" or len(number or "") > 4:
-            raise _TooBig("a format asks for a field that is wider than 9999 characters, or takes its width from a value")
-        size += int(number or 0)
-    if isinstance(values, Mapping):
-        size += fields * max(map(_check_shown, values.values()), default=0)
-    _check_size(size)
-
-
-def _search_cost(text: Any, sep: Any = None, *_: Any, **__: Any) -> None:
-    if isinstance(sep, (str, bytes)):
-        _check_steps((max(len(text) - len(sep), 0) + 1) * len(sep))
-
-
-def _strip_cost(text: Any, chars: Any = None, *_: Any) -> None:
-    if isinstance(chars, (str, bytes)):
-        _check_steps(len(text) * len(chars))
-
-
-def _replace_cost(text: Any, old: Any, new: Any, *_: Any) -> None:
-    _search_cost(text, old)
-    if isinstance(old, (str, bytes)) and isinstance(new, (str, bytes)):
-        _check_size(len(text) + (text.count(old) if old else len(text) + 1) * len(new))
-
-
-def _width_cost(text: Any, width: Any, *_: Any) -> None:
-    del text
-    _check_size(width if isinstance(width, int) else 0)
-
-
-def _expandtabs_cost(text: Any, tabsize: Any = 8) -> None:
-    _check_size(len(text) + text.count("\t" if isinstance(text, str) else b"\t") * (tabsize if isinstance(tabsize, int) else 8))
-
-
-def _join_cost(glue: Any, parts: Any = ()) -> None:
-    _check_size(sum(len(part) + len(glue) for part in parts if isinstance(part, (str, bytes))))
-
-
-def _entries_cost(owner: object, entries: Any = (), *_: Any, **__: Any) -> None:
-    del owner
-    if not isinstance(entries, Mapping) and len(entries) > _MAX_ENTRIES:
-        raise _TooBig(f"it makes a dict of more than {_MAX_ENTRIES} entries at once")
-
-
-def _to_bytes_cost(number: object, length: Any = 1, *_: Any, **__: Any) -> None:
-    del number
-    _check_size(length if isinstance(length, int) else 0)
-
-
-def _from_text_cost(owner: object, text: Any = (), *_: Any, **__: Any) -> None:
-    del owner
-    _number_cost(text)
-
-
-def _number_cost(text: Any, *_: Any, **__: Any) -> None:
-    if not isinstance(text, (int, float)) and hasattr(text, "__len__") and len(text) > _MAX_DIGITS:
-        raise _TooBig(f"a number has more than {_MAX_DIGITS} digits")
-
-
-def _codec_cost(text: object, encoding: str = "utf-8", *_: Any, **__: Any) -> None:
-    del text
-    if encoding.lower().replace("_", "-") not in ("utf-8", "utf8", "ascii", "latin-1"):
-        raise SecurityError(f"the encoding {encoding[:50]!r}")
-
-
-def _no_translate(*_: object) -> NoReturn:
-    raise SecurityError("str.translate; use replace")
-
-
-_METHOD_COSTS: dict[str, Callable[..., None]] = {
-    **dict.fromkeys(("find", "rfind", "index", "rindex", "count", "split", "rsplit", "partition", "rpartition"), _search_cost),
-    **dict.fromkeys(("strip", "lstrip", "rstrip"), _strip_cost),
-    **dict.fromkeys(("ljust", "rjust", "center", "zfill"), _width_cost),
-    **dict.fromkeys(("encode", "decode"), _codec_cost),
-    **dict.fromkeys(("from_bytes", "fromhex"), _from_text_cost),
-    "expandtabs": _expandtabs_cost,
-    "fromkeys": _entries_cost,
-    "join": _join_cost,
-    "replace": _replace_cost,
-    "to_bytes": _to_bytes_cost,
-    "translate": _no_translate,
-}
-
-
-def _filter_replace(text: Any, old: Any = "", new: Any = "", *_: Any) -> None:
-    _replace_cost(str(text), str(old), str(new))
-
-
-def _filter_trim(text: Any, chars: Any = None) -> None:
-    _strip_cost(str(text), chars)
-
-
-def _filter_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
-    step = width if isinstance(width, int) else len(str(width))
-    _check_size(len(str(text)) + (len(str(text).splitlines()) + 1) * step)
-
-
-def _filter_format(form: Any, *values: Any, **kwargs: Any) -> None:
-    _check_percent_format(str(form), kwargs or values)
-
-
-def _filter_round(value: Any, precision: Any = 0, *_: Any, **__: Any) -> None:
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"round takes a number, not a {type(value).__name__}")
-    _check_size(abs(precision) * 10_000 if isinstance(precision, int) else 0)
-
-
-@jinja2.pass_environment
-def _sum(environment: jinja2.Environment, values: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
-    """Jinja's filter, one addition at a time."""
-    total = start
-    if attribute is not None:
-        values = map(jinja2.filters.make_attrgetter(environment, attribute), values)
-    for value in values:
-        if isinstance(total, Sequence) and isinstance(value, Sequence):
-            _check_size(len(total) + len(value))
-        total = total + value
-    return total
-
-
-@jinja2.pass_environment
-def _join_filter(environment: jinja2.Environment, value: Iterable[Any], d: Any = "", attribute: Any = None) -> str:
-    """Jinja's filter, one text at a time."""
-    if attribute is not None:
-        value = map(jinja2.filters.make_attrgetter(environment, attribute), value)
-    return _join(str(d), map(_text_of, value))
-
-
-_FILTER_COSTS: dict[str, Callable[..., None]] = {
-    "replace": _filter_replace,
-    "trim": _filter_trim,
-    "indent": _filter_indent,
-    "format": _filter_format,
-    "round": _filter_round,
-    "int": _number_cost,
-    "float": _number_cost,
-}
-#: Filters that compare values with each other, inside C.
-_COMPARING_FILTERS = frozenset({"dictsort", "groupby", "max", "min", "sort", "unique"})
-#: Filters that neither show nor compare what they filter. All others show it.
-_PASSING_FILTERS = frozenset(
-    {"attr", "count", "d", "default", "first", "items", "join", "last", "length", "list", "map", "reject", "rejectattr"}
-    | {"reverse", "select", "selectattr", "sum"}
-)
-
-
-def _measured(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The filter `name`, after asking what it would cost."""
-    passed = getattr(function, "jinja_pass_arg", None)
-    cost = _FILTER_COSTS.get(name)
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        own, args = ((), args) if passed is None else (args[:1], args[1:])
-        if name in _COMPARING_FILTERS and args and not isinstance(args[0], (Sequence, Mapping)):
-            args = (list(args[0]), *args[1:])
-        _check_shown(*(args[1:] if name in _PASSING_FILTERS else args), *kwargs.values())
-        if cost is not None:
-            cost(*args, **kwargs)
-        return _checked_result(function(*own, *args, **kwargs))
-
-    if passed is not None:
-        measured.jinja_pass_arg = passed  # type: ignore[attr-defined]
-    return measured
+    return encoder.encode(value) if indent is None and separators is None else join_texts("", encoder.iterencode(value))
