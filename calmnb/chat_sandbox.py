@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime

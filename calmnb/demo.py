@@ -96,7 +96,7 @@ def print_stages(session: Session, out: Console) -> None:
 
 
 def write_plots(session: Session, folder: Path) -> list[Path]:
-    """Write every figure of `session` into `folder` as PNG and return the paths.
+    """Write the figures of `session` into `folder` as PNG and return the paths.
 
     Raises
     ------

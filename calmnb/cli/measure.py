@@ -69,7 +69,9 @@ def profile(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the session here (.calmprof).")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace (open it in Perfetto).")] = None,
     csv: Annotated[Path | None, typer.Option("--csv", help="Write the event table as CSV.")] = None,
-    plots: Annotated[Path | None, typer.Option("--plots", help="Write every figure as PNG into this folder.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", help="Write rooflines, layers, latency, KV cost and waterfall as PNG here.")
+    ] = None,
     shape: Annotated[
         str | None,
         typer.Option("--shape", help=f"In place of a model: random weights of this shape on a GPU: {SHAPE_NAMES}."),

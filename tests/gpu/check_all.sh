@@ -1,4 +1,4 @@
-# Everything that needs a GPU, about ten minutes on an H200; the results lie under $OUT (default: here in gpu-results).
+# Everything that needs a GPU, about fifteen minutes on an H200 of 16 cores; the results lie under $OUT (default: here in gpu-results).
 #
 # Afterwards: cp $OUT/bench.jsonl notebooks/data/bench_results.jsonl && python -m tests.gpu.bench_table; cp $OUT/sessions/* notebooks/data/ &&
 # python tests/notebook_tools.py --run; $OUT/verify-*.md are the tables of docs/measured/fidelity.md.
@@ -17,4 +17,4 @@ done
 python3 -m tests.gpu.record_sessions --ncu --out "$OUT/sessions" | tail -1
 python3 -m tests.gpu.placement mistral-7b fp16,fp8,gf4 0 4000 # one block on every multiprocessor
 command -v nsys >/dev/null && python3 -m tests.gpu.record_nsys --out "$OUT/sessions" # docs/howto/nsys.md says which nsys and nvtx
-python3 -m tests.gpu.sanitize --seconds 300 --out "$OUT/sanitize"
+python3 -m tests.gpu.sanitize --seconds 450 --out "$OUT/sanitize"
