@@ -110,8 +110,8 @@ def test_a_roofline_by_kernel_has_a_bar_each(dark: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (SMOL.replace(dtype="gf4", n_layers=2), "fit in the 50 MiB L2 cache"),
-        (SMOL, "may stay in the 50 MiB L2 cache"),
+        (SMOL.replace(dtype="gf4", n_layers=2), "fit in the 60 MiB L2 cache"),
+        (SMOL, "may stay in the 60 MiB L2 cache"),
         (LLAMA_1B, ""),
     ],
 )
