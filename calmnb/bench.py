@@ -439,9 +439,9 @@ def append_results(path: str | Path, rows: Sequence[BenchRow]) -> None:
 def _versions(engine: str) -> dict[str, str]:
     from calmnb.profile.describe import git_revision, versions
 
-    wanted = ("python", "calmnb", "numpy", "numba", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings")
-    installed = versions() | {"revision": git_revision()}
-    found = {name: installed[name] for name in (*wanted, "revision") if installed.get(name)}
+    found, revision = versions(), git_revision()
+    if revision:
+        found["revision"] = revision
     if engine == "cuda":
         found |= gpu_clocks()
     return found

@@ -32,6 +32,7 @@ from calmnb.one_kernel_text import code, compare, step
 from calmnb.one_kernel_versions import CACHED, LAYERS, VERSIONS, Layer, Plan, Version, plan, specs
 from calmnb.profile.launches import MULTIPROCESSORS
 from calmnb.profile.sass import disassemble, find_disassembler, loop_instructions
+from calmnb.profile.shape import saved_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -377,11 +378,8 @@ def load(path: str | Path) -> pd.DataFrame:
 
 
 def saved_path() -> Path:
-    """Where the H200's table lies: with the notebooks, in a checkout or in an installed wheel."""
-    package = Path(__file__).parent
-    folders = (package / "_notebooks", package.parent / "notebooks")
-    found = [folder / "data" / "h200-one-kernel.json" for folder in folders if folder.is_dir()]
-    return next((path for path in found if path.is_file()), package.parent / "notebooks" / "data" / "h200-one-kernel.json")
+    """Where the H200's table lies: beside the notebook, in an installed wheel or in a checkout."""
+    return saved_file("h200-one-kernel.json")
 
 
 def measured_or_saved(*, repeats: int = 25) -> pd.DataFrame:

@@ -179,9 +179,9 @@ class CudaEngine(CudaTrials):
         self._scratch = scratch_layout.at(gpu.allocate(scratch_layout.nbytes)) if scratch_layout.nbytes else {}
         self._steps = StepGraphs(gpu, self._plans, self._kernels, self._weights, self._work, self._cache, self._ring_address)
         self._runner = StepRunner(gpu, self._steps, self._kernels, config, self.kv_dtype, self._positions.length)
-        frequencies = np.ascontiguousarray(config.rope_frequencies()[0], dtype=np.float64)
         if self._scratch:
             self._put(self._scratch["overflow"], np.zeros(4, np.uint8))
+        frequencies = np.ascontiguousarray(config.rope_frequencies()[0], dtype=np.float64)
         if frequencies.size:
             self._put(self._work["frequencies"], frequencies.view(np.uint8))
         gpu.wait()

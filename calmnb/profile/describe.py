@@ -20,7 +20,7 @@ from calmnb.errors import FormatError
 
 __all__ = ["config_from_dict", "config_to_dict", "describe_model", "git_revision", "versions"]
 
-_PACKAGES = ("calmnb", "numpy", "numba", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings")
+_PACKAGES = ("numpy", "numba", "cupy-cuda12x", "cupy-cuda13x", "cuda-bindings")
 
 
 def config_to_dict(config: ModelConfig) -> dict[str, Any]:

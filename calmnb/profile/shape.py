@@ -318,7 +318,7 @@ def shape_session(
 
 def gpu_problem() -> str:
     """Why there is nothing to record on, or an empty string."""
-    from calmnb.engine import _cuda_problem
+    from calmnb.engine import _TOO_OLD, _cuda_problem
 
     problem = _cuda_problem()
-    return problem if "capability" in problem else "no GPU here" if problem else ""
+    return problem if _TOO_OLD in problem else "no GPU here" if problem else ""
