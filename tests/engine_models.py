@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,17 @@ def random_weights(config: ModelConfig, seed: int = 0, *, bias: bool = False, ti
         bias=(lambda _, size: rng.standard_normal(size, dtype=np.float32)) if bias else None,
         tied=tied,
     )
+
+
+def scaled_weights(config: ModelConfig, up: float, down: float, *, gate: float = 1.0) -> Weights:
+    """Random weights with the FFN's matrices multiplied."""
+    factors = {"w1": gate, "w3": up, "w2": down}
+    weights = random_weights(config)
+    layers = [
+        replace(layer, **{name: (getattr(layer, name) * np.float16(by)).astype(np.float16) for name, by in factors.items()})
+        for layer in weights.layers
+    ]
+    return replace(weights, layers=tuple(layers))
 
 
 def _interleaved(rows: np.ndarray, heads: int) -> np.ndarray:

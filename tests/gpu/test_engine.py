@@ -15,7 +15,7 @@ from calmnb.engine.reference import ReferenceEngine
 from calmnb.errors import ContextError, DeviceError
 from calmnb.sampler import Sampler, Sampling
 from calmnb.shapes import shape_config
-from tests.engine_models import SPEC, check_spec_vectors, random_weights
+from tests.engine_models import SPEC, check_spec_vectors, random_weights, scaled_weights
 from tests.gpu.short import IS_SHORT, fewer
 
 pytestmark = pytest.mark.gpu
@@ -169,6 +169,20 @@ def test_prefill_equals_steps() -> None:
         last = engine.prefill(tokens[first:], first).copy()
     assert relative(together, stepped) < TOLERANCE
     assert relative(last, stepped[-1]) < TOLERANCE
+
+
+def test_a_prompt_with_massive_activations_is_what_its_steps_are() -> None:
+    """act(gate) * up beyond a half: the batch is run again with a power of two of each row's own, and the next one at once."""
+    weights = scaled_weights(BASE, up=200.0, down=2.0**-10, gate=200.0)
+    tokens = tokens_for(BASE, fewer(300, 24))
+    expected = ReferenceEngine(weights, seq_len=512).prefill(tokens, all_logits=True)
+    with open_engine(weights, seq_len=512) as engine:
+        stepped = np.stack([engine.step(token, pos).copy() for pos, token in enumerate(tokens)])
+        for _ in range(2):
+            engine.reset()
+            together = engine.prefill(tokens, all_logits=True).copy()
+            assert relative(together, expected) < TOLERANCE
+    assert relative(stepped, expected) < TOLERANCE
 
 
 def test_engine_stops_at_the_end_of_the_context() -> None:

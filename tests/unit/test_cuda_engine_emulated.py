@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from calmnb.kernels import CompiledKernel, KernelSpec, Resources
 from calmnb.sampler import Sampler, Sampling
 from tests.emulator.gpu import EmulatedGpu
 from tests.emulator.launcher import EmulatedLauncher
-from tests.engine_models import SPEC, check_spec_vectors, random_weights
+from tests.engine_models import SPEC, check_spec_vectors, random_weights, scaled_weights
 from tests.gpu.test_engine import BASE, MODELS, TOLERANCE, relative, tokens_for
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
@@ -175,17 +174,6 @@ def test_plans_of_gpus_that_no_test_runs_on(open_engine: Open, arch: str, change
         assert relative(engine.prefill(tokens), expected) < limit
         chosen = list(engine.decode_many(tokens[-1], 35, 10, sampling=sampling, rng_state=5, history=tokens))
     assert [t.pos for t in chosen] == list(range(36, 46))
-
-
-def scaled_weights(config: Any, up: float, down: float, *, gate: float = 1.0) -> Any:
-    """Random weights with the FFN's matrices multiplied."""
-    factors = {"w1": gate, "w3": up, "w2": down}
-    weights = random_weights(config)
-    layers = [
-        replace(layer, **{name: (getattr(layer, name) * np.float16(by)).astype(np.float16) for name, by in factors.items()})
-        for layer in weights.layers
-    ]
-    return replace(weights, layers=tuple(layers))
 
 
 def test_a_prompt_with_massive_activations_is_what_its_steps_are(open_engine: Open) -> None:
