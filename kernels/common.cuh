@@ -37,6 +37,11 @@ DEVICE u64 global_timer() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
   return t;
 }
+DEVICE u32 clock_cycles() {
+  u32 t;
+  asm volatile("mov.u32 %0, %clock;" : "=r"(t)::"memory");
+  return t;
+}
 DEVICE bool is_first_thread() { return (blockIdx.x | blockIdx.y | threadIdx.x) == 0; }
 DEVICE void stamp_start(u64* stamp, u64& begun) {
 #if CALMNB_STAMPS >= 1 && CALMNB_STAMPS <= 3

@@ -20,7 +20,7 @@
 //
 // Compile-time keys: K_FORMAT, K_NORM, K_THREADS (T), K_WARPS_PER_ROW (WK), K_CHUNKS (NC), K_BATCH (RB), K_STAGE_ROWS (RS),
 // K_STAGES (S), K_TILE (rows between two combines), K_PACE (stages in flight before the wait), K_MAX_REGISTERS,
-// K_EXACT (a row is WK * 32 * NC chunks: no lane idles), K_WIDE;
+// K_DELAY (1: copies begin after `delay` clock cycles), K_EXACT (a row is WK * 32 * NC chunks: no lane idles), K_WIDE;
 // each .cu adds its own.
 #pragma once
 #include "order.cuh"
@@ -48,7 +48,7 @@ struct MatvecArgs {
   float4* best;            // per block: largest logit, its index as int bits, sum of exp(l - largest), 0; or null
   const float* router;     // [n_experts] router logits
   u64* stamp;
-  int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active;
+  int rows, cols, n_part, q_dim, kv_dim, head_dim, rotary_dim, seq_len, n_experts, n_active, delay;
   float eps, clip, q_scale, in_scale;
 };
 
@@ -70,6 +70,9 @@ enum Norm { NORM_NONE = 0, NORM_RMS = 1, NORM_LAYER = 2 };
 #endif
 #ifndef K_MOE
 #define K_MOE 0
+#endif
+#ifndef K_DELAY
+#define K_DELAY 0
 #endif
 
 constexpr int T = K_THREADS, WK = K_WARPS_PER_ROW, NC = K_CHUNKS, RB = K_BATCH, RS = K_STAGE_ROWS, S = K_STAGES, PACE = K_PACE;
@@ -131,6 +134,9 @@ struct LaneX {
 };
 
 DEVICE u32 pack_half2(float a, float b) { return as_u32(__floats2half2_rn(a, b)); }
+DEVICE void wait_cycles(int n) {
+  for (const u32 begin = clock_cycles(); clock_cycles() - begin < (u32)n;) {}
+}
 DEVICE float pow2(int e) { return __uint_as_float((u32)(127 + e) << 23); }
 
 template <int NORM> DEVICE float4 load_x_float4(const MatvecArgs& a, const float* x32, int chunk, int i, int n_chunks, float mean) {
@@ -233,7 +239,7 @@ template <int NORM> DEVICE float wide_x(const MatvecArgs& a, size_t i, float mea
 //   void end(float* scratch, int n)         once, by all threads; scratch is 2 * WARPS floats of shared memory
 // `n`: rows of this block. All of T threads call.
 template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& rows, int n) {
-#ifdef K_TRACE  // diagnosis: stamp points to 8 times a block
+#ifdef K_TRACE  // diagnosis: stamp points to 7 times and the multiprocessor of each block
   u64 times[7];
 #define TRACE(i) times[i] = global_timer()
 #else
@@ -289,7 +295,10 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
       if (s + 1 >= PACE && s + 1 < S) cp_async_wait<PACE - 1>();
     }
   };
-  if (!K_MOE) fill();
+  if (!K_MOE) {
+    if (K_DELAY) wait_cycles(a.delay);  // the kernels before are short, and read their activations first
+    fill();
+  }
 #endif
   rows.constants();
   TRACE(1);
@@ -424,8 +433,12 @@ template <int NORM, class Rows> DEVICE void matvec(const MatvecArgs& a, Rows& ro
   rows.end(scratch, n);
   TRACE(6);
 #ifdef K_TRACE
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    int sm;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
     for (int i = 0; i < 7; i++) a.stamp[blockIdx.x * 8 + i] = times[i];
+    a.stamp[blockIdx.x * 8 + 7] = sm;
+  }
 #endif
   stamp_end(a.stamp, begun);
 }

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +43,14 @@ class Launch:
     shared: int
     args: tuple[Any, ...]
     dependent: bool = True
+
+    def alone(self) -> Launch:
+        """Return the launch that begins when the kernel before has ended, and so need not keep out of its way."""
+        args = list(self.args)
+        if getattr(args[0], "delay", 0):
+            args[0] = type(args[0]).from_buffer_copy(args[0])
+            args[0].delay = 0
+        return replace(self, args=tuple(args), dependent=False)
 
 
 @functools.cache

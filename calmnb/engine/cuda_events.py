@@ -14,7 +14,6 @@ import ctypes
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -227,7 +226,7 @@ class EventSteps:
     def _launches(self, program: StepProgram) -> Sequence[Launch]:
         """The program's launches without dependence on each other; the one that moves stamps, which has no row, left out."""
         if id(program) not in self._alone:
-            mine = tuple(replace(one, dependent=False) for one in program.launches[: len(program.kernels)])
+            mine = tuple(one.alone() for one in program.launches[: len(program.kernels)])
             self._alone[id(program)] = (program, mine)  # the program is kept so that its id stays its own
         return self._alone[id(program)][1]
 

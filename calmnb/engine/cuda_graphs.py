@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from calmnb.engine.cuda_device import Gpu
@@ -131,7 +130,7 @@ class StepGraphs:
         key = (ending, level, self._plans.is_short(pos), self.overlap)
         if key not in self._graphs:
             program = self.program(ending, level=level, short=key[2])
-            launches = program.launches if self.overlap else [replace(one, dependent=False) for one in program.launches]
+            launches = program.launches if self.overlap and self._gpu.has_pdl else [one.alone() for one in program.launches]
             graph = self._gpu.capture(launches)
             self._graphs[key] = self._noted(graph, program, level) if level else graph
         return self._graphs[key]

@@ -34,6 +34,9 @@ _UNIT = {"qkv": 2, "gateup": 2}
 #: Where measuring found better than the rules of `default_geometry`, by kind, format and 16-byte chunks of a row (H200,
 #: ``python -m tests.gpu.tune_engine``, whole step: Mistral-7B gf4 1203 -> 1136 us, Llama-2-7B gf4 1156 -> 1067).
 _MEASURED_SM90: dict[tuple[str, str, int], dict[str, int]] = {
+    ("out", "gf4", 64): {"stage_rows": 2, "stages": 8},
+    ("down", "gf4", 256): {"delay": 4000},
+    ("down", "fp8", 512): {"pace": 1, "delay": 2000},
     ("gateup", "gf4", 128): {"batch": 4, "stage_rows": 2, "stages": 5},
     ("down", "gf4", 344): {"batch": 4, "stage_rows": 4, "stages": 2},
     ("down", "gf4", 448): {"batch": 8, "stage_rows": 4, "stages": 2, "pace": 2},
@@ -50,6 +53,7 @@ class MatvecArgs(ctypes.Structure):
         )),
         *((name, ctypes.c_int32) for name in (
             "rows", "cols", "n_part", "q_dim", "kv_dim", "head_dim", "rotary_dim", "seq_len", "n_experts", "n_active",
+            "delay",
         )),
         *((name, ctypes.c_float) for name in ("eps", "clip", "q_scale", "in_scale")),
     )  # fmt: skip
@@ -114,6 +118,8 @@ class Geometry:
         Ring slots.
     pace : int
         Slots in flight while the kernel before still runs.
+    delay : int
+        Clock cycles before the first copy, where the kernel starts while those before still run (PDL only).
     blocks_per_sm : int
         Blocks of this kernel on each multiprocessor.
     max_registers : int
@@ -129,6 +135,7 @@ class Geometry:
     stage_rows: int = 4
     stages: int = 4
     pace: int = 1
+    delay: int = 0
     blocks_per_sm: int = 1
     max_registers: int = 96
     resident: int = 2
@@ -274,6 +281,8 @@ def plan_matvec(
     }  # fmt: skip
     if moe:  # never beside a waiting neighbour: more registers hurt no one
         defines["K_MAX_REGISTERS"] = max(g.max_registers, 96)
+    if g.delay:
+        defines["K_DELAY"] = 1
     if is_wide:
         defines["K_WIDE"] = 1
     elif cols * DTYPE_BITS[dtype] // 128 == 32 * g.warps_per_row * g.chunks:

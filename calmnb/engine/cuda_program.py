@@ -253,7 +253,7 @@ def build_program(
         args = MatvecArgs(
             w0=weights[region], n_part=n_part, eps=c.norm_eps, clip=c.qkv_clip, in_scale=_ACT_SCALE, head_dim=c.head_dim,
             rotary_dim=c.rotary_dim, seq_len=plans.seq_len, q_dim=c.q_dim, kv_dim=c.kv_dim, n_experts=c.n_experts,
-            n_active=c.n_experts_active, state=work["state"],
+            n_active=c.n_experts_active, state=work["state"], delay=plan.geometry.delay,
         )  # fmt: skip
         for name, value in fields.items():
             setattr(args, name, value)

@@ -7,50 +7,21 @@ step of the graph without counting, for several engines one after another: place
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
 
 from calmnb.engine.cuda import CudaEngine
-from calmnb.engine.cuda_ops import sample_params, state_words
-from calmnb.sampler import Sampling
-from tests.gpu.step_cases import open_case, step_cases, step_parser
-
-_MOST_BLOCKS = 1024
+from tests.gpu.step_cases import open_case, spied_step, step_cases, step_parser
 
 
 def placement(engine: CudaEngine, context: int) -> dict[str, tuple[float, float]]:
     """Blocks on the fullest multiprocessor and idle multiprocessors, by stage."""
-    gpu: Any = engine.gpu
-    program = engine.program_at("greedy", context)
-    table = gpu.allocate(len(program.launches) * _MOST_BLOCKS * 4)
-    spied, rows = [], []
-    for i, launch in enumerate(program.launches):
-        args = launch.args[0]
-        if launch.kernel.name.startswith("matvec") or launch.kernel.name == "attention":
-            kernel = engine._kernels(launch.kernel.spec.with_defines(K_SMID=1))
-            args = type(args).from_buffer_copy(args)
-            args.stamp = table + 4 * _MOST_BLOCKS * i
-            launch = dataclasses.replace(launch, kernel=kernel, args=(args,))
-            rows.append((i, program.kernels[i].stage, launch.grid[0]))
-        spied.append(launch)
-    run = gpu.capture(spied)
-    engine._put(engine._work["params"], np.frombuffer(bytes(sample_params(Sampling(), 1, engine.config.vocab_size)), np.uint8))
-    engine._put(engine._work["state"], np.array(state_words(1, context, engine.seq_len), np.int32).view(np.uint8))
-    for _ in range(3):
-        run()
-    gpu.wait()
-    host = gpu.pinned(len(program.launches) * _MOST_BLOCKS * 4)
-    gpu.to_host(host, table)
-    gpu.wait()
     found = defaultdict(list)
-    where = host.view(np.int32).reshape(-1, _MOST_BLOCKS)
-    for i, stage, grid in rows:
-        counts = np.bincount(where[i, :grid], minlength=gpu.sm_count)
-        found[stage].append((counts.max(), (counts == 0).sum()))
-    gpu.release(table)
+    for stage, sms in spied_step(engine, context, "K_SMID", np.int32, only=("matvec", "attention")):
+        if len(sms):
+            counts = np.bincount(sms, minlength=engine.gpu.sm_count)
+            found[stage].append((counts.max(), (counts == 0).sum()))
     return {stage: tuple(np.mean(values, axis=0)) for stage, values in found.items()}  # type: ignore[misc]
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from calmnb.engine.cuda import CudaEngine, open_random_engine
+from calmnb.engine.cuda_ops import sample_params, state_words
+from calmnb.sampler import Sampling
 from calmnb.shapes import TIED, shape_config
 
 Variant = dict[str, Any]
@@ -43,3 +48,50 @@ def open_case(arguments: argparse.Namespace, dtype: str, variant: Variant) -> Cu
         kv_dtype=arguments.kv,
         attention=variant,
     )
+
+
+def spied_step(
+    engine: CudaEngine, context: int, key: str, dtype: Any, *, only: tuple[str, ...]
+) -> list[tuple[str, np.ndarray]]:
+    """Run the step's graph with kernels that leave notes, three times, and return what the last left.
+
+    Parameters
+    ----------
+    key
+        The compile-time key that makes kernels write `dtype` for each block at their stamp: ``K_SMID``, ``K_TRACE``.
+    only
+        Starts of the names of the kernels that know it.
+
+    Returns
+    -------
+    list
+        For each launch of the step its stage, and [blocks] of its notes: none if it is not among `only`.
+    """
+    gpu: Any = engine.gpu
+    item = np.dtype(dtype)
+    program = engine.program_at("greedy", context)
+    stride = max(one.grid[0] for one in program.launches) * item.itemsize
+    table = gpu.allocate(len(program.launches) * stride)
+    spied = []
+    for i, launch in enumerate(program.launches):
+        if launch.kernel.name.startswith(only):
+            kernel = engine._kernels(launch.kernel.spec.with_defines(**{key: 1}))
+            args = type(launch.args[0]).from_buffer_copy(launch.args[0])
+            args.stamp = table + stride * i
+            launch = dataclasses.replace(launch, kernel=kernel, args=(args,))
+        spied.append(launch)
+    run = gpu.capture(spied)
+    engine._put(engine._work["params"], np.frombuffer(bytes(sample_params(Sampling(), 1, engine.config.vocab_size)), np.uint8))
+    engine._put(engine._work["state"], np.array(state_words(1, context, engine.seq_len), np.int32).view(np.uint8))
+    for _ in range(3):
+        run()
+    gpu.wait()
+    host = gpu.pinned(len(program.launches) * stride)
+    gpu.to_host(host, table)
+    gpu.wait()
+    gpu.release(table)
+    notes = np.array(host).view(item.base).reshape(len(program.launches), stride // item.itemsize, *item.shape)
+    return [
+        (program.kernels[i].stage, row[: one.grid[0] if one.kernel.name.startswith(only) else 0])
+        for i, (one, row) in enumerate(zip(program.launches, notes, strict=True))
+    ]

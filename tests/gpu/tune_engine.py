@@ -51,7 +51,7 @@ class Bench:
 
 
 def options(bench: Bench, kind: str) -> list[Geometry]:
-    """Splits of a row over warps, blocks of 8 and 16 warps, rings and batches of several sizes; then the other pace."""
+    """Splits of a row over warps, blocks of 8 and 16 warps, rings and batches of several sizes; all start as now."""
     found: dict[Geometry, None] = {}
     now = bench.plans[kind].geometry
     rows, cols = bench.plans[kind].rows, bench.plans[kind].cols
@@ -70,7 +70,9 @@ def options(bench: Bench, kind: str) -> list[Geometry]:
                     g = fill_geometry(
                         rows, warps, chunks, groups, bench.device, ring_kb=ring_kb, stage_kb=stage_kb, batch=batch
                     )
-                    found[dataclasses.replace(g, pace=min(now.pace, g.stages), blocks_per_sm=now.blocks_per_sm)] = None
+                    found[
+                        dataclasses.replace(g, pace=min(now.pace, g.stages), delay=now.delay, blocks_per_sm=now.blocks_per_sm)
+                    ] = None
     return [g for g in found if g != now]
 
 
@@ -88,8 +90,9 @@ def descend(bench: Bench) -> None:
     for kind in KINDS:
         found = sorted(measure(bench, kind, options(bench, kind)), key=lambda item: item[0])
         best = found[0][1]
-        other = dataclasses.replace(best, pace=min(3 - best.pace, best.stages))
-        found = sorted([*found, *measure(bench, kind, [other])], key=lambda item: item[0])
+        starts = [(pace, delay) for pace in (1, 2) for delay in (0, 2000, 4000) if (pace, delay) != (best.pace, best.delay)]
+        others = [dataclasses.replace(best, pace=min(pace, best.stages), delay=delay) for pace, delay in starts]
+        found = sorted([*found, *measure(bench, kind, others)], key=lambda item: item[0])
         base, best = bench.time_us({}, repeats=4), found[0][1]
         time = bench.time_us({kind: bench.plan(kind, best)}, repeats=4)
         kept = time < base * WORTH
@@ -105,7 +108,8 @@ def descend(bench: Bench) -> None:
 
 
 def short(g: Geometry) -> str:
-    return f"T{g.threads}wk{g.warps_per_row}nc{g.chunks}rb{g.batch}rs{g.stage_rows}s{g.stages}p{g.pace}r{g.max_registers}"
+    start = f"p{g.pace}d{g.delay}r{g.max_registers}"
+    return f"T{g.threads}wk{g.warps_per_row}nc{g.chunks}rb{g.batch}rs{g.stage_rows}s{g.stages}{start}"
 
 
 def main() -> None:

@@ -107,6 +107,7 @@ class Chain:
         rows, cols = self.size[kind]
         p = lambda a: a.data.ptr  # noqa: E731
         a = MatvecArgs(rows=rows, cols=cols, eps=1e-5, clip=np.inf, q_scale=1.0, in_scale=8.0, w0=self.weights[kind, layer])
+        a.delay = plans[kind].geometry.delay
         a.stamp = next(self.smid) if self.smid is not None else p(self.stamps)
         if kind in ("qkv", "gateup", "logits"):
             a.x16, a.x32, a.g = p(self.x16), p(self.x32), p(self.g)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from calmnb.config import ModelConfig
 from calmnb.engine import cuda, cuda_graphs, cuda_ops, cuda_prefill
-from calmnb.engine.cuda_matvec import Device
+from calmnb.engine.cuda_matvec import Device, MatvecArgs
 from calmnb.engine.cuda_memory import RESERVE, MemoryPlan
 from calmnb.engine.cuda_ops import plan_attention, state_words
 from calmnb.engine.cuda_program import StepProgram, make_plans
@@ -139,6 +139,18 @@ def test_step_has_five_kernels_a_layer() -> None:
     assert layers == ["matmul_qkv", "attention", "matmul_attn", "matmul_ffn_up", "matmul_ffn_down"] * CONFIG.n_layers
     assert [k.stage for k in program.kernels if k.layer < 0] == ["embed", "output"]
     assert [one.dependent for one in program.launches] == [False] + [True] * (len(program.launches) - 1)
+
+
+@pytest.mark.parametrize(("has_pdl", "overlap", "waits"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_only_a_kernel_that_starts_early_holds_its_copies_back(has_pdl: bool, overlap: bool, waits: bool) -> None:
+    gpu = sampling_gpu()
+    gpu.has_pdl = has_pdl
+    engine = open_engine(CONFIG.replace(dtype="fp8", hidden_dim=8192), gpu)  # rows of Llama-3.2-1B's down projection
+    engine._steps.overlap = overlap
+    list(engine.decode_many(1, 0, 2))
+    delays = [one.args[0].delay for one in gpu.graphs[-1] if isinstance(one.args[0], MatvecArgs)]
+    assert delays.count(0) == len(delays) - CONFIG.n_layers * waits
+    assert next(one.args[0].delay for one in engine.program("greedy").launches[5:]) > 0, "the program itself is as planned"
 
 
 @pytest.mark.parametrize(("ending", "tail"), [("none", []), ("greedy", ["sample_max"]), ("draw", ["sample_draw"])])
