@@ -22,7 +22,7 @@ from calmnb.errors import ConfigError
 from calmnb.files import replacing
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.report import decode_summary, device_label
-from calmnb.profile.telemetry import throttling
+from calmnb.profile.telemetry import throttling_note
 
 if TYPE_CHECKING:
     from calmnb.profile.session import Peak, PeakChoice, Session
@@ -216,9 +216,8 @@ def caption(session: Session, *extra: str, statistic: str = "median") -> list[st
     parts += extra
     parts.append(f"{statistic} of {numbers['tokens']:.0f} decode steps" + (", warm-up left out" if _left_out(session) else ""))
     parts.append(f"times: {meta.get('time_source', 'unknown')}")
-    held = throttling(meta)
-    if held:
-        parts.append("THROTTLED: " + ", ".join(f"{name} in {share:.0f}% of samples" for name, share in held.items()))
+    if held := throttling_note(meta):
+        parts.append(f"THROTTLED: {held}")
     return parts
 
 

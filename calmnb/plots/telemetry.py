@@ -10,6 +10,7 @@ from calmnb.errors import ConfigError
 from calmnb.plots.style import DARK, LIGHT, TICK, CalmFigure, Theme, new_figure, plain_axis, style_axes
 from calmnb.profile.palette import STAGE_COLORS
 from calmnb.profile.report import device_label
+from calmnb.profile.telemetry import throttling_note
 
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
@@ -74,9 +75,8 @@ def _caption(session: Session, known: dict[str, Any]) -> list[str]:
         parts.append(f"{known.get('tokens', 0):,} tokens decoded from context {known['context']:,}")
     if known.get("energy_from"):
         parts.append(f"energy: {known['energy_from']} over {known['seconds']:.2f} s, the whole board")
-    held = session.throttling()
-    said = ", ".join(f"{name} in {share:.0f}% of samples" for name, share in held.items())
-    parts.append(f"THROTTLED (shaded): {said}" if held else "not throttled")
+    held = throttling_note(meta)
+    parts.append(f"THROTTLED (shaded): {held}" if held else "not throttled")
     return [*parts, f"NVML, {known.get('hz', 0):g} samples a second"]
 
 

@@ -21,6 +21,7 @@ from calmnb.profile.pivot import added_columns
 from calmnb.profile.resample import RESAMPLES, uncertainty
 from calmnb.profile.session import Session
 from calmnb.profile.settings import distinguishing_labels, setting_differences
+from calmnb.profile.telemetry import throttling_note
 from calmnb.profile.typical import StepSamples, step_samples
 
 __all__ = ["COMPARE_COLUMNS", "MIN_STEPS", "Comparison", "Verdict", "compare"]
@@ -337,13 +338,7 @@ def _notes(
 
 
 def _throttling_note(a: Session, b: Session) -> list[str]:
-    held = [(name, session.throttling()) for name, session in (("a", a), ("b", b))]
-    said = [
-        f"{name} was held back by {', '.join(f'{reason} in {share:.0f}%' for reason, share in reasons.items())} of its samples"
-        for name, reasons in held
-        if reasons
-    ]
-    if not said:
-        return []
-    free = [name for name, reasons in held if not reasons]
-    return [", ".join([*said, *(f"{name} was not" for name in free)]) + ": part of the difference may be that"]
+    notes = [(name, throttling_note(session.meta)) for name, session in (("a", a), ("b", b))]
+    held = [f"{name} was held back by {note}" for name, note in notes if note]
+    free = [f"{name} was not" for name, note in notes if not note]
+    return [", ".join(held + free) + ": part of the difference may be that"] if held else []

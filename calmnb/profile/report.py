@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from calmnb.engine.base import Stage
 from calmnb.profile.palette import STAGE_COLORS, STAGE_LABELS
 from calmnb.profile.tables import selected_steps
-from calmnb.profile.telemetry import telemetry_note, throttling
+from calmnb.profile.telemetry import telemetry_note, throttling_note
 
 if TYPE_CHECKING:
     from calmnb.profile.session import Session
@@ -93,8 +93,8 @@ def summary_line(session: Session) -> str:
     parts += [f"{name} {known[name]}" for name in ("calmnb", *wanted) if name in known]
     if meta.get("git_revision"):
         parts.append(f"git {meta['git_revision']}")
-    if held := throttling(meta):
-        parts.append("THROTTLED: " + ", ".join(held))
+    if held := throttling_note(meta):
+        parts.append(f"THROTTLED: {held}")
     if meta.get("date"):
         parts.append(str(meta["date"])[:10])
     return " | ".join(parts).replace("\n", " ")

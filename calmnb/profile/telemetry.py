@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["TELEMETRY_COLUMNS", "THROTTLE_REASONS", "Telemetry", "telemetry_note", "telemetry_table", "throttling"]
+__all__ = [
+    "TELEMETRY_COLUMNS",
+    "THROTTLE_REASONS",
+    "Telemetry",
+    "telemetry_note",
+    "telemetry_table",
+    "throttling",
+    "throttling_note",
+]
 
 #: Columns of `telemetry_table`.
 TELEMETRY_COLUMNS = {
@@ -234,6 +242,12 @@ def throttling(meta: Mapping[str, Any]) -> dict[str, float]:
     return {text: share for text, share in sorted(shares.items(), key=lambda item: -item[1]) if share > 0}
 
 
+def throttling_note(meta: Mapping[str, Any]) -> str:
+    """Say what `throttling` found: ``"power cap in 50% of samples"``; empty where nothing held the clocks down."""
+    held = throttling(meta)
+    return ", ".join(f"{reason} in {share:.0f}%" for reason, share in held.items()) + " of samples" if held else ""
+
+
 def telemetry_note(meta: Mapping[str, Any]) -> str:
     """One line on energy, clocks and throttling, for reports and captions; empty where nothing is known."""
     known = meta.get("telemetry") or {}
@@ -246,7 +260,6 @@ def telemetry_note(meta: Mapping[str, Any]) -> str:
         values = [value for value in known["columns"].get(name, ()) if value is not None]
         if values:
             parts.append(f"up to {max(values):.0f} {unit}")
-    held = throttling(meta)
-    if held:
-        parts.append("THROTTLED: " + ", ".join(f"{reason} ({share:.0f}% of samples)" for reason, share in held.items()))
+    if held := throttling_note(meta):
+        parts.append(f"THROTTLED: {held}")
     return ", ".join(parts)

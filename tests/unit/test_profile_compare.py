@@ -510,7 +510,7 @@ def test_a_session_that_was_held_back_is_told(fp16: Session, fp8: Session) -> No
         return held_back
 
     slow = held(fp16, "power cap", "", "", "")
-    note = "a was held back by power cap in 25% of its samples, b was not: part of the difference may be that"
+    note = "a was held back by power cap in 25% of samples, b was not: part of the difference may be that"
     assert note in compare(slow, fp8).notes
     assert note in repr(compare(slow, fp8))
     both = compare(slow, held(fp8, "thermal slowdown, power cap")).notes

@@ -119,7 +119,7 @@ def test_samples_are_taken_by_a_thread_of_their_own(monkeypatch: pytest.MonkeyPa
 def test_throttling_is_flagged_with_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     meta = {"telemetry": sampled(monkeypatch, FakeNvml(reasons=[0x04 | 0x20, 0x04]))}
     assert throttling(meta) == {"power cap": 100.0, "thermal slowdown": 50.0}
-    assert "THROTTLED: power cap (100% of samples), thermal slowdown (50% of samples)" in telemetry_note(meta)
+    assert "THROTTLED: power cap in 100%, thermal slowdown in 50% of samples" in telemetry_note(meta)
 
 
 @pytest.mark.parametrize("bits", [0x01, 0x02, 0x100, 0x10])
