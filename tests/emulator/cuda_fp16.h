@@ -148,6 +148,8 @@ void run_grid(unsigned columns, unsigned rows, unsigned threads, unsigned shared
     stacks.reset(new char[stacks_size]);
   }
   std::vector<Block> blocks(resident);
+  ucontext_t context;
+  getcontext(&context);
   for (unsigned first = 0; first < grid; first += resident) {
     const unsigned n = min(resident, grid - first);
     for (unsigned j = 0; j < n; j++) {
@@ -165,7 +167,7 @@ void run_grid(unsigned columns, unsigned rows, unsigned threads, unsigned shared
       for (unsigned i = 0; i < threads; i++) {
         Fiber& fiber = b.fibers[i];
         fiber.thread = {i, 0, 0};
-        getcontext(&fiber.context);
+        fiber.context = context;
         fiber.context.uc_stack.ss_sp = stacks.get() + (j * threads + i) * STACK;
         fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
@@ -184,28 +186,25 @@ template <class To, class From> inline To bits(From v) {
   memcpy(&r, &v, sizeof r);
   return r;
 }
-inline double half_value(uint16_t h) {
-  static const std::vector<double> table = [] {
-    std::vector<double> all(1 << 16);
-    for (unsigned h = 0; h < all.size(); h++) {
-      const int e = h >> 10 & 31, m = h & 1023;
-      const double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
-      all[h] = h & 0x8000 ? -v : v;
-    }
-    return all;
-  }();
-  return table[h];
-}
+inline const std::vector<double> half_values = [] {
+  std::vector<double> all(1 << 16);
+  for (unsigned h = 0; h < all.size(); h++) {
+    const int e = h >> 10 & 31, m = h & 1023;
+    const double v = e == 31 ? (m ? NAN : INFINITY) : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24);
+    all[h] = h & 0x8000 ? -v : v;
+  }
+  return all;
+}();
+inline double half_value(uint16_t h) { return half_values[h]; }
 inline uint16_t half_of(double v) {
   const uint16_t sign = signbit(v) ? 0x8000 : 0;
   v = fabs(v);
   if (v != v) return sign | 0x7E00;
   if (v >= 65520) return sign | 0x7C00;
-  if (v < ldexp(1, -14)) return sign | (uint16_t)nearbyint(ldexp(v, 24));
-  int e;
-  frexp(v, &e);  // v in [2^(e-1), 2^e)
-  const int m = (int)nearbyint(ldexp(v, 11 - e));  // 1024 ... 2048
-  return sign | (uint16_t)(((e + 14) << 10) + (m - 1024));
+  if (v < 0x1p-14) return sign | (uint16_t)nearbyint(v * 0x1p24);
+  uint64_t word = bits<uint64_t>(v);  // 42 bits more than a half has, an exponent that counts from 1023
+  word += (1ull << 41) - 1 + (word >> 42 & 1);  // to the nearest, ties to even; it may carry into the exponent
+  return sign | (uint16_t)((word >> 42) - ((1023 - 15) << 10));
 }
 }  // namespace emulator
 
