@@ -10,6 +10,8 @@ import pytest
 
 from tests import spec_models
 
+pytest_plugins = ["tests.beside"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none, and say why."""

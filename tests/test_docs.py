@@ -78,6 +78,7 @@ class Assets(HTMLParser):
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
@@ -89,6 +90,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_every_public_name_is_documented(site: Path) -> None:
     known: set[str] = set()
     for page in (site / "api").rglob("index.html"):

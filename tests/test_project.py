@@ -73,6 +73,7 @@ def test_import_is_light() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_wheel_carries_kernels_notebooks_and_widget_assets(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(tmp_path), str(ROOT)],

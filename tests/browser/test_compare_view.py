@@ -77,6 +77,7 @@ def notebook_outputs(page: Any) -> list[str]:
     ]
 
 
+@pytest.mark.timed
 def test_a_table_of_thirty_thousand_rows(page: Any, lab: str, folder: Path) -> None:
     code = IMPORTS + "table = calmnb.KernelTable(noisy_recorder(SMOL, tokens=200).session(), 'events')\ntable"
     notebook = opened(page, lab, folder, "table.ipynb", code)

@@ -135,6 +135,7 @@ def line(view: Any, expression: str) -> Any:
     return view.locator(".cn-timeline").evaluate(f"(node) => {{ const line = node.calmTimeline; return {expression}; }}")
 
 
+@pytest.mark.timed
 def test_ten_thousand_rows_move_at_thirty_frames_a_second(page: Any, lab: str, folder: Path) -> None:
     notebook = opened(page, lab, folder, "frames.ipynb", LONG)
     view = page.locator(".calmnb-profile")

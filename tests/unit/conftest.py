@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.emulator.launcher import EmulatedLauncher
+
 
 @pytest.fixture(scope="session")
 def llama_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -17,6 +19,12 @@ def llama_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = save(tiny_model("llama"), tmp_path_factory.mktemp("llama") / "tiny")
     (checkpoint / "tokenizer.json").write_text(json.dumps(tiny_tokenizer()))
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
+    """Runs kernels on the CPU; each specialisation is compiled once for all test modules."""
+    return EmulatedLauncher(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture

@@ -412,6 +412,7 @@ def test_a_forgotten_engine_ends_its_threads() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.timed
 def test_idle_threads_use_no_processor_time(opened: Open) -> None:
     engine = opened(spec_weights("A"), threads=4)
     engine.step(3, 0)

@@ -20,26 +20,24 @@ from tests.emulator.launcher import EmulatedLauncher
 from tests.engine_models import SPEC, check_spec_vectors, random_weights, scaled_weights
 from tests.gpu.test_engine import BASE, MODELS, TOLERANCE, relative, tokens_for
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
+pytestmark = [
+    pytest.mark.beside,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU"),
+]
 
 Open = Callable[..., CudaEngine]
 
 
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
-    return EmulatedLauncher(tmp_path_factory.mktemp("emulated"))
-
-
 @pytest.fixture
-def open_engine(launcher: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> Open:
+def open_engine(emulated: EmulatedLauncher, monkeypatch: pytest.MonkeyPatch) -> Open:
     def compile_all(specs: Any, arch: str) -> dict[KernelSpec, CompiledKernel]:
-        launcher.compile(specs)
+        emulated.compile(specs)
         return {s: CompiledKernel(s, arch, b"", Resources(32, 0, 0, 0), "", True) for s in specs}
 
     monkeypatch.setattr(cuda_graphs, "compile_all", compile_all)
 
     def open_it(weights: Any, *, order: int = 0, arch: str = "sm_90", **options: Any) -> CudaEngine:
-        gpu = EmulatedGpu(launcher, order=order, arch=arch)
+        gpu = EmulatedGpu(emulated, order=order, arch=arch)
         return CudaEngine(weights.config, weight_regions(weights), gpu=gpu, **options)
 
     return open_it

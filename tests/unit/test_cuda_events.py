@@ -207,6 +207,7 @@ def test_kernels_note_what_is_cheapest_where_they_overlap(source: Any, arch: str
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 @pytest.mark.parametrize("level", [1, 2, 3, 4])
 def test_every_kernel_of_a_step_compiles_with_stamps(level: int, tmp_path: Path) -> None:
     """Level 3 and 4 stamp inside pdl_wait, which takes the names of arguments and start from the kernel around it."""

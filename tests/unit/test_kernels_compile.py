@@ -22,6 +22,8 @@ from calmnb.one_kernel_versions import specs as lesson_specs
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed")
 
+pytestmark = pytest.mark.beside
+
 ARCHES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 GOLDEN = Path(__file__).parents[1] / "golden" / "kernel_resources.json"
 # dim, hidden, q_dim, kv_dim, vocab of models whose shapes stand for the rest; the widest runs on sm_90 alone.

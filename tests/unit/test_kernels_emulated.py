@@ -14,7 +14,10 @@ from calmnb.engine.cuda_matvec import Geometry
 from tests.emulator.launcher import EmulatedLauncher
 from tests.gpu.matvec_case import MatvecCase
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
+pytestmark = [
+    pytest.mark.beside,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU"),
+]
 
 # Half activations and half2 sums of 16 bytes: a few roundings of 2^-11 in quadrature. gf4 sums codes 0..7 and takes 4
 # times the sum of x off, which doubles what is rounded; gate times up adds two such errors.
@@ -23,9 +26,9 @@ KV_TOLERANCE = {"fp16": 2e-3, "fp8": 0.09}
 DTYPES = ("fp16", "fp8", "gf4")
 
 
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
-    return EmulatedLauncher(tmp_path_factory.mktemp("emulated"))
+@pytest.fixture
+def gpu(emulated: EmulatedLauncher) -> EmulatedLauncher:
+    return emulated
 
 
 def verify(gpu: EmulatedLauncher, kind: str, dtype: str, rows: int, cols: int, **options: Any) -> MatvecCase:

@@ -186,6 +186,7 @@ def test_figures_show_themselves_in_notebooks(sessions: dict[str, Session]) -> N
     assert plots.roofline(sessions["cpu"])._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
 
 
+@pytest.mark.beside
 def test_drawing_neither_imports_pyplot_nor_changes_global_settings() -> None:
     code = (
         "import sys, matplotlib as m\n"

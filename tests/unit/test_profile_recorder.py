@@ -70,6 +70,7 @@ def test_new_run_is_counted_even_where_positions_continue() -> None:
     assert [step.run for step in recorder.steps] == [0, 1]
 
 
+@pytest.mark.timed
 def test_adding_a_step_of_a_30_layer_model_takes_under_20_microseconds() -> None:
     recorder, kernels = SessionRecorder({}), kernels_of(SMOL)
     starts = np.linspace(0, 1, len(kernels))

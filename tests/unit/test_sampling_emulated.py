@@ -17,15 +17,18 @@ from calmnb.sampler import Sampling, XorShift64
 from tests.emulator.launcher import EmulatedLauncher
 from tests.gpu.sample_case import SampleCase, exact_draw, penalised, random_logits, random_sampling, sampler_choice
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU")
+pytestmark = [
+    pytest.mark.beside,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ to run kernels on the CPU"),
+]
 
 #: Threads of a block and length of the list: the kernel's own, and so small that every loop goes round and lists overflow.
 FEW = {"SAMPLE_THREADS": 64, "SAMPLE_LIST": 256}
 
 
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
-    return EmulatedLauncher(tmp_path_factory.mktemp("emulated"))
+@pytest.fixture
+def gpu(emulated: EmulatedLauncher) -> EmulatedLauncher:
+    return emulated
 
 
 class Tally:

@@ -130,6 +130,7 @@ def test_interrupting_ask_stops_keeps_the_text_and_raises(
     assert 0 < len(chat.messages[-1]["content"]) < len(LONG)
 
 
+@pytest.mark.timed
 def test_stop_ends_within_200_ms_and_keeps_the_text(make_chat: Callable[..., ChatWidget]) -> None:
     chat = make_chat(FakeModel(LONG, token_s=0.01))
     chat.send("Go")
