@@ -39,9 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 class _Writer:
     def __init__(self, config: pytest.Config, path: Path) -> None:
-        self._config, self._path = config, path
+        self._config, self._path, self._parent = config, path, os.getppid()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if os.getppid() != self._parent:  # killed, it could not end this process
+            os._exit(1)
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(data) + "\n")

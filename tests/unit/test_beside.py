@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or (os.cpu_count() or 1) < 2, reason="there is no second process here")
@@ -39,14 +42,44 @@ def test_waits(): assert not IS_SECOND
 """
 
 
-@pytest.mark.parametrize("chosen", ["test", "computes or here_then"])
-def test_every_test_is_reported_once(tmp_path: Path, chosen: str) -> None:
-    for name, text in (("conftest.py", CONFTEST), ("pytest.ini", INI), ("test_it.py", TESTS)):
-        (tmp_path / name).write_text(text)
+ENDLESS = """
+import os, pytest, signal, time
+from pathlib import Path
+
+@pytest.mark.beside
+@pytest.mark.parametrize("i", range(600))
+def test_goes_on(i):
+    Path("second").write_text(str(os.getpid()))
+    time.sleep(0.1)
+
+def test_is_killed():
+    while not Path("second").exists(): time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(folder: Path, tests: str, *options: str) -> subprocess.Popen[str]:
+    for name, text in (("conftest.py", CONFTEST), ("pytest.ini", INI), ("test_it.py", tests)):
+        (folder / name).write_text(text)
     env = {key: value for key, value in os.environ.items() if key != "CALMNB_TEST_REPORTS"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), env.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", "-k", chosen]
-    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False).stdout
+    command = [sys.executable, "-m", "pytest", "-ra", "-p", "no:cacheprovider", *options]
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def test_a_first_process_that_is_killed_takes_the_second_with_it(tmp_path: Path) -> None:
+    start(tmp_path, ENDLESS).communicate()
+    pid = int((tmp_path / "second").read_text())
+    end = time.monotonic() + 60
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end, "the second process goes on"
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("chosen", ["test", "computes or here_then"])
+def test_every_test_is_reported_once(tmp_path: Path, chosen: str) -> None:
+    said = start(tmp_path, TESTS, "-k", chosen).communicate()[0]
     if chosen == "test":
         assert "assert (True, 1) == (True, 2)" in said
         assert "the second process ended with 7" in said
