@@ -191,7 +191,9 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
             # Short kernels fill their ring one slot at a time, out of the running kernel's way.
             slow = dtype == "gf4" or short_rows or (kind == "gateup" and n_chunks < 512)
             geometry = replace(geometry, pace=1 if slow else 2)
-            return replace(geometry, **_MEASURED_SM90.get((kind, dtype, n_chunks), {})) if device.has_pdl else geometry
+            if not device.has_pdl or device.shared_per_sm < 200 * 1024:  # two such rings fit no smaller multiprocessor
+                return geometry
+            return replace(geometry, **_MEASURED_SM90.get((kind, dtype, n_chunks), {}))
     return None
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calmnb.config import DTYPE_BITS, ModelConfig
-from calmnb.engine.cuda_matvec import Device, MatvecArgs, MatvecPlan, default_geometry, matrix_shapes, plan_matvec
+from calmnb.engine.cuda_matvec import Device, MatvecArgs, MatvecKind, MatvecPlan, default_geometry, matrix_shapes, plan_matvec
 from calmnb.kernels import kernels_dir
 
 SHAPES = {  # dim, hidden, q_dim, kv_dim, vocab
@@ -117,6 +117,13 @@ def test_rows_that_are_not_16_bytes_take_the_generic_kernel() -> None:
 
 def test_large_weights_take_the_generic_kernel_when_asked() -> None:
     assert plan_matvec("out", "fp16", 64, 576, H200, wide=True).wide
+
+
+@pytest.mark.parametrize("kind", ["gateup", "down"])
+def test_what_was_measured_on_hopper_stays_there(kind: MatvecKind) -> None:
+    rows, cols = {"gateup": (28672, 4096), "down": (4096, 14336)}[kind]
+    small, large = (plan_matvec(kind, "gf4", rows, cols, Device.of_arch(arch)) for arch in ("sm_120", "sm_90"))
+    assert 2 * small.smem <= 100 * 1024 < 2 * large.smem, "two neighbours fit a multiprocessor"
 
 
 def test_no_dependent_launch_before_hopper() -> None:
