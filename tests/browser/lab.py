@@ -139,22 +139,6 @@ class Notebook:
                 if attempt == 2:
                     raise
 
-    def reopen(self, selector: str) -> None:
-        """Load the page again, and wait for what JupyterLab restores.
-
-        Now and then it loses the kernel's answer and waits for it without end: then once more, up to three times.
-        """
-        from playwright.sync_api import TimeoutError as Late
-
-        for attempt in (1, 2, 3):
-            self.open()
-            try:
-                self.page.wait_for_selector(selector, timeout=25_000)
-                return
-            except Late:
-                if attempt == 3:
-                    raise
-
     def run_all(self, timeout: float = 240) -> None:
         """Run every cell and wait until each has its number.
 

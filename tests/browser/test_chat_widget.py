@@ -164,7 +164,8 @@ def test_markup_said_by_the_model_is_inert(page: Any, lab: str, folder: Path) ->
     assert page.locator(".calmnb-static img, .calmnb-static svg, .calmnb-static script").count() == 0
     notebook.command("docmanager:save")
     page.wait_for_timeout(1500)
-    notebook.reopen(".calmnb-chat .cn-assistant")
+    notebook.open()
+    page.wait_for_selector(".calmnb-chat .cn-assistant")
     page.wait_for_timeout(1000)
     assert page.evaluate("() => window.pwned") is None
     saved = json.loads((folder / "attack.ipynb").read_text())
@@ -182,7 +183,8 @@ def test_reload_keeps_the_chat_and_the_figures(page: Any, lab: str, folder: Path
     notebook.wait_status("ready")
     before = said(notebook), notebook.chat().locator(".cn-big").first.inner_text()
     notebook.command("docmanager:save")
-    notebook.reopen(".calmnb-chat .cn-assistant")
+    notebook.open()
+    page.wait_for_selector(".calmnb-chat .cn-assistant")
     assert (said(notebook), notebook.chat().locator(".cn-big").first.inner_text()) == before
     notebook.say("More?")
     page.wait_for_function("() => document.querySelectorAll('.calmnb-chat .cn-assistant').length === 2", polling=100)
@@ -200,7 +202,8 @@ def test_a_saved_chat_without_its_kernel_is_shown_and_says_so(page: Any, lab: st
     notebook.command("docmanager:save")
     page.wait_for_timeout(1000)
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown().then(() => null)")
-    notebook.reopen(".calmnb-chat.cn-readonly")
+    notebook.open()
+    page.wait_for_selector(".calmnb-chat.cn-readonly", timeout=90_000)
     assert (said(notebook), notebook.chat().locator(".cn-big").first.inner_text()) == before
     assert "no kernel" in notebook.chat().locator(".cn-banner").inner_text()
     assert notebook.chat().get_by_role("button", name="Send").is_disabled()

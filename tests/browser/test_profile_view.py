@@ -335,7 +335,8 @@ def test_a_saved_view_works_without_its_kernel_and_as_static_html(page: Any, lab
     assert "&lt;img" in html
     assert "<img" not in html
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown().then(() => null)")
-    notebook.reopen(".calmnb-profile.cn-readonly")
+    notebook.open()
+    page.wait_for_selector(".calmnb-profile.cn-readonly", timeout=90_000)
     assert "no kernel" in view.locator(".cn-banner").inner_text()
     assert view.get_by_role("button", name="Chrome trace").is_disabled()
     view.locator(".cn-stage-key", has_text="attention").click()
