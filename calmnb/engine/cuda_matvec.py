@@ -32,7 +32,8 @@ _FORMAT = {"fp16": 0, "fp8": 1, "gf4": 2}
 _X_REGISTERS = {"fp16": 4, "fp8": 8, "gf4": 16}  # half2 registers a lane needs for 16 bytes of a row
 _UNIT = {"qkv": 2, "gateup": 2}
 #: Where measuring found better than the rules of `default_geometry`, by kind, format and 16-byte chunks of a row (H200,
-#: ``python -m tests.gpu.tune_engine``, whole step: Mistral-7B gf4 1203 -> 1136 us, Llama-2-7B gf4 1156 -> 1067).
+#: ``python -m tests.gpu.tune_engine``, whole step: Mistral-7B gf4 1203 -> 1136 us, Llama-2-7B gf4 1156 -> 1067,
+#: Llama-3.2-1B fp8 388 -> 379, gf4 301 -> 290).
 _MEASURED_SM90: dict[tuple[str, str, int], dict[str, int]] = {
     ("out", "gf4", 64): {"stage_rows": 2, "stages": 8},
     ("down", "gf4", 256): {"delay": 4000},
@@ -85,6 +86,11 @@ class Device:
     def shared_per_block(self) -> int:
         """Bytes of shared memory that one block can ask for: CUDA keeps a kilobyte of each."""
         return self.shared_per_sm - 1024
+
+    @property
+    def holds_two_rings(self) -> bool:
+        """Whether the rings of two neighbouring kernels fit a multiprocessor."""
+        return self.shared_per_sm >= 200 * 1024
 
     @property
     def has_pdl(self) -> bool:
@@ -191,9 +197,8 @@ def default_geometry(kind: MatvecKind, dtype: str, rows: int, cols: int, device:
             # Short kernels fill their ring one slot at a time, out of the running kernel's way.
             slow = dtype == "gf4" or short_rows or (kind == "gateup" and n_chunks < 512)
             geometry = replace(geometry, pace=1 if slow else 2)
-            if not device.has_pdl or device.shared_per_sm < 200 * 1024:  # two such rings fit no smaller multiprocessor
-                return geometry
-            return replace(geometry, **_MEASURED_SM90.get((kind, dtype, n_chunks), {}))
+            is_measured = device.has_pdl and device.holds_two_rings
+            return replace(geometry, **_MEASURED_SM90.get((kind, dtype, n_chunks), {})) if is_measured else geometry
     return None
 
 
@@ -214,7 +219,7 @@ def fill_geometry(
     # Each quarter of a multiprocessor has 512 registers for every lane. Neighbours must fit together, or a kernel's
     # blocks wait for each other and pile up: qkv and down beside attention (128), gateup (16 warps) beside down.
     registers = 80 if threads <= 256 else 72 if threads <= 384 else 56 if threads < 512 else 72
-    if device.shared_per_sm < 200 * 1024:  # no ring of a neighbour fits beside this one's anyway
+    if not device.holds_two_rings:  # no ring of a neighbour as large as this one fits beside it
         registers = max(registers, 96 if threads <= 256 else 72)
     return Geometry(threads, warps, chunks, batch, stage_rows, stages, max_registers=registers)
 

@@ -324,7 +324,7 @@ def _notes(
         notes.append(f"the same device read its memory at {peaks}: it was not equally free")
     if "times" in different:
         notes.append("times were taken in different ways: part of the difference may be the measurement")
-    notes += _throttling_note(a, b)
+    notes += _held_back(a, b)
     spans = [(int(side.steps["kv_len"].min()), int(side.steps["kv_len"].max())) for side in samples]
     are_known = min(last for _, last in spans) > 0  # an outside tool may not know them
     if are_known and (spans[0][1] < spans[1][0] or spans[1][1] < spans[0][0]):
@@ -337,7 +337,7 @@ def _notes(
     return tuple(notes)
 
 
-def _throttling_note(a: Session, b: Session) -> list[str]:
+def _held_back(a: Session, b: Session) -> list[str]:
     notes = [(name, throttling_note(session.meta)) for name, session in (("a", a), ("b", b))]
     held = [f"{name} was held back by {note}" for name, note in notes if note]
     free = [f"{name} was not" for name, note in notes if not note]

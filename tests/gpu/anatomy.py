@@ -12,7 +12,7 @@ from collections import defaultdict
 import numpy as np
 
 from calmnb.engine.cuda import CudaEngine
-from tests.gpu.step_cases import open_case, spied_step, step_cases, step_parser
+from tests.gpu.step_cases import spied_step, step_parser, timed_steps
 
 EVENTS = ("start", "filled", "waited", "x", "dots", "barrier", "end")
 REPEATS = 4
@@ -55,14 +55,9 @@ def show(engine: CudaEngine, context: int) -> None:
 
 
 def main() -> None:
-    arguments = step_parser().parse_args()
-    for dtype, variant in step_cases(arguments):
-        with open_case(arguments, dtype, variant) as engine:
-            for context in arguments.contexts:
-                engine.pretend_cached(context)
-                graph = 1e6 * min(engine.time_graph(context, 50) for _ in range(3))
-                print(f"{arguments.shape} {dtype} kv {arguments.kv} ctx {context}: graph {graph:.1f} us", flush=True)
-                show(engine, context)
+    for engine, context, line in timed_steps(step_parser().parse_args()):
+        print(line, flush=True)
+        show(engine, context)
 
 
 if __name__ == "__main__":

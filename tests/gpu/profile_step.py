@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.gpu.step_cases import open_case, step_cases, step_parser
+from tests.gpu.step_cases import step_parser, timed_steps
 
 
 class Pitches:
@@ -33,26 +33,18 @@ class Pitches:
 
 
 def main() -> None:
-    arguments = step_parser().parse_args()
-    for dtype, variant in step_cases(arguments):
-        with open_case(arguments, dtype, variant) as engine:
-            for context in arguments.contexts:
-                engine.pretend_cached(context)
-                plain = min(engine.time_graph(context, 50) for _ in range(3))
-                engine.pretend_cached(context)
-                engine.recorder = None
-                list(engine.decode_many(1, context, 4))
-                engine.pretend_cached(context)
-                engine.recorder = recorder = Pitches()
-                list(engine.decode_many(1, context, 40))
-                parts = "  ".join(
-                    f"{name.split(':')[0].replace('matmul_', '')} {1e6 * float(np.median(times)):.2f}"
-                    for name, times in recorder.times.items()
-                )
-                print(
-                    f"{arguments.shape} {dtype} {arguments.kv} ctx {context} {variant}: graph {1e6 * plain:.1f} us, "
-                    f"stamped {1e6 * float(np.median(recorder.steps)):.1f} | {parts}"
-                )
+    for engine, context, line in timed_steps(step_parser().parse_args()):
+        engine.pretend_cached(context)
+        engine.recorder = None
+        list(engine.decode_many(1, context, 4))
+        engine.pretend_cached(context)
+        engine.recorder = recorder = Pitches()
+        list(engine.decode_many(1, context, 40))
+        parts = "  ".join(
+            f"{name.split(':')[0].replace('matmul_', '')} {1e6 * float(np.median(times)):.2f}"
+            for name, times in recorder.times.items()
+        )
+        print(f"{line}, stamped {1e6 * float(np.median(recorder.steps)):.1f} | {parts}")
 
 
 if __name__ == "__main__":

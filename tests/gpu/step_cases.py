@@ -50,6 +50,16 @@ def open_case(arguments: argparse.Namespace, dtype: str, variant: Variant) -> Cu
     )
 
 
+def timed_steps(arguments: argparse.Namespace) -> Iterator[tuple[CudaEngine, int, str]]:
+    """Every case at every context: the engine there, the context, and the time of its graph as the start of a line."""
+    for dtype, variant in step_cases(arguments):
+        with open_case(arguments, dtype, variant) as engine:
+            for context in arguments.contexts:
+                engine.pretend_cached(context)
+                graph = 1e6 * min(engine.time_graph(context, 50) for _ in range(3))
+                yield engine, context, f"{arguments.shape} {dtype} {arguments.kv} ctx {context} {variant}: graph {graph:.1f} us"
+
+
 def spied_step(
     engine: CudaEngine, context: int, key: str, dtype: Any, *, only: tuple[str, ...]
 ) -> list[tuple[str, np.ndarray]]:
